@@ -1,0 +1,99 @@
+"""What a checkpoint holds beside the Trainer's own files, and how a valid one is told from a torn one.
+
+    checkpoint-N/rollout_state.json      slots, counters, policy version, and a manifest of every file
+    checkpoint-N/buffered_samples.pkl    samples generated and not yet trained
+
+`rollout_state.json` is written last, by rename: a folder without it, or whose files differ from its manifest,
+is not a checkpoint (a kill can hit at any byte).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncgrpo_core.errors import CheckpointError
+from asyncgrpo_core.manifest import STATE_NAME, manifest_of, newest_checkpoint, problem_with
+from asyncgrpo_core.types import TrainingSample
+
+SAMPLES_NAME = "buffered_samples.pkl"
+SCHEMA = 1
+
+
+@dataclass
+class RolloutState:
+    """The part of a run's state that transformers does not know."""
+
+    global_step: int
+    policy_version: int
+    slots: dict[str, Any]  # SlotBook.state_dict()
+    counters: dict[str, Any]  # cumulative numbers of run_summary.json
+    loop_state: dict[str, Any] | None = None  # a custom loop's own state_dict()
+
+
+def save_rollout_state(folder: Path, state: RolloutState, samples: list[TrainingSample]) -> None:
+    """Complete a checkpoint folder in which the Trainer's files already lie.
+
+    Args:
+        folder: checkpoint-N.
+        samples: generated and not yet trained, oldest first.
+    """
+    _write_synced(folder / SAMPLES_NAME, pickle.dumps(samples, protocol=pickle.HIGHEST_PROTOCOL))
+    content = {"schema": SCHEMA, **vars(state), "manifest": manifest_of(folder)}
+    temporary = folder / (STATE_NAME + ".tmp")
+    _write_synced(temporary, json.dumps(content).encode())
+    os.replace(temporary, folder / STATE_NAME)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load_rollout_state(folder: Path) -> tuple[RolloutState, list[TrainingSample]]:
+    """Read what `save_rollout_state` wrote.
+
+    Raises:
+        CheckpointError: the folder is not a whole checkpoint; says which file is wrong.
+    """
+    problem = problem_with(folder)
+    if problem is not None:
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: {problem}.", "Resume from an older one."
+        )
+    content = json.loads((folder / STATE_NAME).read_text())
+    if content.pop("schema") != SCHEMA:
+        raise CheckpointError(f"{folder} was written by another version of asyncgrpo.", "Use that version.")
+    content.pop("manifest")
+    with open(folder / SAMPLES_NAME, "rb") as file:
+        samples = pickle.load(file)
+    return RolloutState(**content), samples
+
+
+def resolve_resume(resume: str | bool | None, output_dir: Path) -> Path | None:
+    """Turn `train(resume_from_checkpoint=...)` into a folder.
+
+    Raises:
+        CheckpointError: True and no whole checkpoint in `output_dir`, or a path that is none.
+    """
+    if resume is None or resume is False:
+        return None
+    if resume is True:
+        newest = newest_checkpoint(output_dir)
+        if newest is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint=True, but {output_dir} has no complete checkpoint.",
+                "Pass the path of one, or start without resuming.",
+            )
+        return newest
+    folder = Path(resume)
+    problem = problem_with(folder)
+    if problem is not None:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.", "Pass another one.")
+    return folder

@@ -1,0 +1,195 @@
+"""From the rollout worker's buffer to the rows of one step.
+
+    buffer (files) -> records -> pending samples -> [stale? oversize?] -> row -> step
+
+Consumes: `GroupRecord`s from the buffer. Waits for: enough fresh samples to fill the rows of a step. Unblocked
+by: the rollout worker; or by the stop condition, which ends the wait with no step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from asyncgrpo_core.ledger import LedgerWriter
+from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.packing.planner import RowPlanner
+from asyncgrpo_core.rollout.buffer import SampleBuffer
+from asyncgrpo_core.slots import SlotBook
+from asyncgrpo_core.types import Slot, TrainingSample
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.004  # the buffer is a folder; listing it costs some 20 microseconds
+_CHECK_EVERY_S = 1.0
+_STARVED_AFTER_S = 0.5
+
+
+class WorkerHandle(Protocol):
+    """What the source needs of the rollout worker."""
+
+    def check(self) -> None: ...
+
+    def in_flight(self) -> int: ...
+
+    def set_allowance(self, tokens: int) -> None: ...
+
+
+@dataclass
+class TokenAllowance:
+    """How many tokens the worker may have produced, counted from its start (reference, 'Staleness').
+
+    The worker may keep max(max_staleness, 1) steps of tokens queued or in progress. A step's size is what the
+    last step used; before the first step every row counts as full.
+
+    Example: max_staleness=4, first step assumed 2,048 tokens -> the worker may produce 8,192. A step then uses
+    1,900 -> 1,900 consumed + 4 x 1,900 = 9,500.
+    """
+
+    max_staleness: int
+    step_tokens: int  # tokens of the last step (before the first: rows x token_budget)
+    preloaded: int = 0  # tokens that came from a checkpoint's buffer, not from this worker
+    consumed: int = 0  # tokens trained or dropped by the trainer, preloaded ones included
+    granted: int = 0  # extra tokens given because the trainer starved with an idle worker
+
+    @property
+    def value(self) -> int:
+        return self.consumed - self.preloaded + self.granted + max(self.max_staleness, 1) * self.step_tokens
+
+
+class SampleSource:
+    """Pulls samples and forms the rows of a step.
+
+    Args:
+        token_budget: most tokens in a row.
+        rank_count: rows per micro-batch.
+        version: the current policy version (number of weight syncs done).
+        should_stop: asked while waiting; True ends the wait without a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffer: SampleBuffer,
+        book: SlotBook,
+        ledger: LedgerWriter,
+        window: MetricWindow,
+        worker: WorkerHandle,
+        allowance: TokenAllowance,
+        token_budget: int,
+        max_staleness: int,
+        version: Callable[[], int],
+        should_stop: Callable[[], bool],
+        rank_count: int = 1,
+    ) -> None:
+        self.buffer, self.book, self.ledger, self.window, self.worker = buffer, book, ledger, window, worker
+        self.allowance = allowance
+        self.token_budget, self.max_staleness, self.rank_count = token_budget, max_staleness, rank_count
+        self._version, self._should_stop = version, should_stop
+        self.pending: deque[TrainingSample] = deque()
+        self.wait_s = 0.0  # of the step being formed
+
+    def preload(self, samples: Iterable[TrainingSample]) -> None:
+        """Put a checkpoint's buffered samples at the head of the queue."""
+        samples = list(samples)
+        self.pending.extend(samples)
+        self.allowance.preloaded += sum(s.sequence.num_tokens for s in samples)
+
+    def next_step(self, num_microbatches: int) -> list[list[list[TrainingSample]]] | None:
+        """The rows of a step: [micro-batch][rank][sample]; None when asked to stop before it was full.
+
+        What an unfinished step had pulled goes back to the head of the queue, so a stop loses nothing.
+
+        Raises:
+            RolloutError: the worker failed, died or hangs.
+        """
+        self.wait_s = 0.0
+        step: list[list[list[TrainingSample]]] = []
+        for _ in range(num_microbatches):
+            rows = self._next_microbatch()
+            if rows is None:
+                back = [s for microbatch in step for row in microbatch for s in row]
+                self.pending.extendleft(reversed(back))
+                return None
+            step.append(rows)
+        self.window.add("rollout/queue_size", len(self.pending))
+        self.window.add("perf/rollout_wait_s", self.wait_s)
+        return step
+
+    def finish_step(self, step: list[list[list[TrainingSample]]], step_number: int) -> None:
+        """Write a finished step into the books and let the worker run on."""
+        used = 0
+        for sample in (s for microbatch in step for row in microbatch for s in row):
+            self.ledger.write(self.book.sample_trained(sample, step_number))
+            used += sample.sequence.num_tokens
+        self.allowance.consumed += used
+        self.allowance.step_tokens = used
+        self.allowance.granted = 0
+        self.worker.set_allowance(self.allowance.value)
+
+    def drain(self) -> None:
+        """Take what the worker has put into the buffer: metrics to the window, outcomes to the book."""
+        for record in self.buffer.take():
+            self.window.extend(record.metrics)
+            rows, regenerate = self.book.apply(record)
+            self.ledger.write(rows)
+            self._regenerate(regenerate)
+            self.pending.extend(record.samples)
+
+    def _next_microbatch(self) -> list[list[TrainingSample]] | None:
+        planner = RowPlanner(self.token_budget, rank_count=self.rank_count)
+        waiting_since: float | None = None
+        last_check = time.monotonic()
+        while True:
+            self.drain()
+            while self.pending:
+                sample = self.pending[0]
+                if self._version() - sample.model_version > self.max_staleness:
+                    self._drop(self.pending.popleft(), "stale", "sample/dropped_stale_count")
+                elif sample.sequence.num_tokens > self.token_budget:
+                    logger.warning(
+                        "A sample of %d tokens is longer than token_budget=%d and is dropped.",
+                        sample.sequence.num_tokens,
+                        self.token_budget,
+                    )
+                    self._drop(self.pending.popleft(), "oversize", "batch/dropped_oversize_count")
+                elif planner.add(sample):
+                    self.pending.popleft()
+                else:
+                    return planner.rows()
+            if self._should_stop():
+                self.pending.extendleft(reversed([s for row in planner.rows() for s in row]))
+                return None
+            now = time.monotonic()
+            waiting_since = waiting_since or now
+            if now - last_check > _CHECK_EVERY_S:
+                self.worker.check()
+                last_check = now
+            if now - waiting_since > _STARVED_AFTER_S:
+                self._feed_starving()
+            time.sleep(_POLL_S)
+            self.wait_s += time.monotonic() - now
+
+    def _feed_starving(self) -> None:
+        # A row closes when the next sample does not fit, so filling it can need a little more than the last
+        # step used. With max_staleness <= 1 the worker may stand at its allowance while the trainer waits for
+        # one more sample: nobody would ever move. Both idle is the sign; then one row's tokens are granted.
+        if self.worker.in_flight() == 0 and self.buffer.size == 0 and self.allowance.granted == 0:
+            self.allowance.granted = self.token_budget * self.rank_count
+            self.worker.set_allowance(self.allowance.value)
+
+    def _drop(self, sample: TrainingSample, reason: str, counter: str) -> None:
+        self.window.add(counter, 1)
+        self.allowance.consumed += sample.sequence.num_tokens
+        rows, regenerate = self.book.sample_dropped(sample, reason)
+        self.ledger.write(rows)
+        self._regenerate(regenerate)
+        self.worker.set_allowance(self.allowance.value)
+
+    def _regenerate(self, request: tuple[Slot, int] | None) -> None:
+        if request is not None:
+            self.buffer.request_regeneration(*request)
