@@ -64,9 +64,7 @@ def load_rollout_state(folder: Path) -> tuple[RolloutState, list[TrainingSample]
     """
     problem = problem_with(folder)
     if problem is not None:
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint: {problem}.", "Resume from an older one."
-        )
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.", "Resume from an older one.")
     content = json.loads((folder / STATE_NAME).read_text())
     if content.pop("schema") != SCHEMA:
         raise CheckpointError(f"{folder} was written by another version of asyncgrpo.", "Use that version.")

@@ -51,9 +51,7 @@ class AsyncGRPOConfig(TrainingArguments):
         "Keyword arguments for from_pretrained; `revision` also selects the tokenizer, `dtype` wins over `dtype`.",
         None,
     )
-    dtype: str = _help(
-        'Type the weights are loaded in: "auto", "bfloat16", "float16" or "float32".', "float32"
-    )
+    dtype: str = _help('Type the weights are loaded in: "auto", "bfloat16", "float16" or "float32".', "float32")
     trust_remote_code: bool = _help("Allow models and tokenizers that ship their own code.", False)
     router_aux_loss_coef: float | None = _help("Weight of a MoE model's auxiliary loss.", None)
 
@@ -84,9 +82,7 @@ class AsyncGRPOConfig(TrainingArguments):
     max_concurrent_rollouts: int = _help("Most rollouts running at once.", 512)
     max_staleness: int = _help("Most weight updates a sample may lag behind when it is pulled.", 4)
     weight_sync_steps: int = _help("Steps between weight syncs.", 1)
-    rollout_worker_timeout: float = _help(
-        "Seconds without a heartbeat after which the worker is hung.", 300.0
-    )
+    rollout_worker_timeout: float = _help("Seconds without a heartbeat after which the worker is hung.", 300.0)
 
     # -- logging
     log_completions: bool = _help("Print completions of the step at every log.", False)
@@ -152,17 +148,13 @@ class AsyncGRPOConfig(TrainingArguments):
         if self.use_liger_kernel:
             raise ConfigError("use_liger_kernel=True is not supported.", "Leave it at False.")
         if self.deepspeed:
-            raise ConfigError(
-                "DeepSpeed is not supported.", "Use FSDP2 (fsdp, fsdp_config) for sharded training."
-            )
+            raise ConfigError("DeepSpeed is not supported.", "Use FSDP2 (fsdp, fsdp_config) for sharded training.")
         parallelism = self.parallelism_config
         for name in ("cp_size", "sp_size"):
             if parallelism is not None and (getattr(parallelism, name, 1) or 1) > 1:
                 raise ConfigError(f"parallelism_config.{name} > 1 is not supported.", f"Set {name}=1.")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise ConfigError(
-                f"dtype={self.dtype!r} is unknown.", 'Use "auto", "bfloat16", "float16" or "float32".'
-            )
+            raise ConfigError(f"dtype={self.dtype!r} is unknown.", 'Use "auto", "bfloat16", "float16" or "float32".')
         if self.score_centering_tail not in ("model", "head"):
             raise ConfigError(
                 f"score_centering_tail={self.score_centering_tail!r} is unknown.", 'Use "model" or "head".'
@@ -188,36 +180,26 @@ class AsyncGRPOConfig(TrainingArguments):
 
     def _check_pipeline(self) -> None:
         _require(self.epsilon >= 0, "epsilon", self.epsilon, ">= 0")
-        _require(
-            self.epsilon_high is None or self.epsilon_high >= 0, "epsilon_high", self.epsilon_high, ">= 0"
-        )
+        _require(self.epsilon_high is None or self.epsilon_high >= 0, "epsilon_high", self.epsilon_high, ">= 0")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if not 0 <= low < high:
             raise ConfigError(
                 f"vllm_importance_sampling_clip_min={low} and _max={high} leave no ratio.",
                 "Use 0 <= min < max.",
             )
-        _require(
-            self.token_budget is None or self.token_budget >= 1, "token_budget", self.token_budget, ">= 1"
-        )
-        _require(
-            self.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", self.max_concurrent_rollouts, ">= 1"
-        )
+        _require(self.token_budget is None or self.token_budget >= 1, "token_budget", self.token_budget, ">= 1")
+        _require(self.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", self.max_concurrent_rollouts, ">= 1")
         _require(self.max_staleness >= 0, "max_staleness", self.max_staleness, ">= 0")
         _require(self.weight_sync_steps >= 1, "weight_sync_steps", self.weight_sync_steps, ">= 1")
         _require(self.verify_sync_every >= 1, "verify_sync_every", self.verify_sync_every, ">= 1")
-        _require(
-            self.rollout_worker_timeout > 0, "rollout_worker_timeout", self.rollout_worker_timeout, "> 0"
-        )
+        _require(self.rollout_worker_timeout > 0, "rollout_worker_timeout", self.rollout_worker_timeout, "> 0")
         if self.weight_sync_backend not in (None, "shm", "nccl", "ipc"):
             raise ConfigError(
                 f"weight_sync_backend={self.weight_sync_backend!r} is unknown.",
                 'Use "shm", "nccl", "ipc" or None.',
             )
         if self.kv_after_sync not in ("recompute", "keep"):
-            raise ConfigError(
-                f"kv_after_sync={self.kv_after_sync!r} is unknown.", 'Use "recompute" or "keep".'
-            )
+            raise ConfigError(f"kv_after_sync={self.kv_after_sync!r} is unknown.", 'Use "recompute" or "keep".')
 
 
 def _require(ok: bool, name: str, value: Any, wanted: str) -> None:
