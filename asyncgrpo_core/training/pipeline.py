@@ -1,0 +1,334 @@
+"""Everything around the optimizer: server, weight sync, rollout worker, sample source, books.
+
+start():  server ready and fitting -> books (new or resumed) -> first sync, proved -> worker -> source
+step():   rows of one step                     finish_step(): books, then sync when due
+stop():   worker, publisher, books; each closed on its own, whatever failed before
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncgrpo_core.errors import AsyncGRPOError
+from asyncgrpo_core.ledger import LedgerWriter
+from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.rollout.buffer import SampleBuffer
+from asyncgrpo_core.rollout.worker import RolloutWorker
+from asyncgrpo_core.server.checks import ServerWants, check_server
+from asyncgrpo_core.server.control import ServerCapabilities, VLLMControl
+from asyncgrpo_core.slots import SlotBook
+from asyncgrpo_core.sync.publisher import Publisher, SyncReport, make_publisher
+from asyncgrpo_core.training.checkpoint import RolloutState
+from asyncgrpo_core.training.clock import OverlapMeter
+from asyncgrpo_core.training.config import AsyncGRPOConfig
+from asyncgrpo_core.training.source import SampleSource, TokenAllowance
+from asyncgrpo_core.training.step_metrics import Step
+from asyncgrpo_core.types import TrainingSample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunContext:
+    """Where a run lives and what its launcher knows. A script needs none: `output_dir` is then the run folder.
+
+    Args:
+        run_dir: holds ledger.sqlite, buffer/ and logs/.
+        served_model_name: name of the policy on the server; None = the model's own name or path.
+        attempt: how often this run was started before, plus one.
+    """
+
+    run_dir: Path
+    served_model_name: str | None = None
+    attempt: int = 1
+
+
+@dataclass
+class Counters:
+    """Cumulative numbers of a run, carried from attempt to attempt in rollout_state.json."""
+
+    num_tokens: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    train_s: float = 0.0
+    overlapped_s: float = 0.0
+    window_s: float = 0.0
+    sync: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class PolicyLink:
+    """How the pipeline reaches the policy that is being trained, without knowing torch.
+
+    parameters: the current weights under Hugging Face names; score: the trainer's log-probabilities of
+    tokens 1..n-1 of a canary; canary_ids: that canary.
+    """
+
+    parameters: Callable[[], Iterable[tuple[str, Any]]]
+    score: Callable[[list[int]], list[float]]
+    canary_ids: list[int]
+    dtype: str
+    on_cpu: bool
+
+
+class Pipeline:
+    """Owns what runs beside the optimizer for one call of `train()`.
+
+    Args:
+        worker_arguments: keyword arguments for `RolloutWorker` that come from the trainer's constructor.
+        should_stop: asked while waiting for samples.
+    """
+
+    def __init__(
+        self,
+        args: AsyncGRPOConfig,
+        run: RunContext,
+        *,
+        model_name: str,
+        num_rows: int | None,
+        worker_arguments: dict[str, Any],
+        window: MetricWindow,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.args, self.run, self.window = args, run, window
+        self.model_name = run.served_model_name or model_name
+        self.num_rows = num_rows
+        self.worker_arguments = worker_arguments
+        self._should_stop = should_stop
+        self.counters = Counters()
+        self.policy_version = 0
+        self.control: VLLMControl | None = None
+        self.publisher: Publisher | None = None
+        self.worker: RolloutWorker | None = None
+        self.ledger: LedgerWriter | None = None
+        self.source: SampleSource | None = None
+        self.overlap: OverlapMeter | None = None
+        self.buffer = SampleBuffer(run.run_dir / "buffer")
+        self.book = SlotBook(num_rows=num_rows, regenerate=args.regenerate_dropped)
+        self.token_budget = args.token_budget or 0
+        self._started_at = time.monotonic()
+        self._unsynced_steps = 0
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def start(self, policy: PolicyLink, resumed: tuple[RolloutState, list[TrainingSample], Path] | None) -> None:
+        """Bring everything up; on return samples are on their way.
+
+        Raises:
+            ServerError, ServerMismatchError: the server is away or contradicts the config.
+            WeightSyncError: the first sync could not be proved.
+        """
+        self._started_at = time.monotonic()
+        capabilities = self._connect(policy)
+        samples = self._open_books(resumed)
+        self.publisher = make_publisher(
+            control=self.control,
+            capabilities=capabilities,
+            backend=self.args.weight_sync_backend,
+            parameters=policy.parameters,
+            score=policy.score,
+            canary_ids=policy.canary_ids,
+            verify_sync_every=self.args.verify_sync_every,
+            kv_after_sync=self.args.kv_after_sync,
+            timeout_s=self.args.vllm_server_timeout,
+        )
+        report = self.publisher.publish(self.policy_version, verify=True)
+        logger.info(
+            "Policy version %d is on the server (largest log-probability difference %.1e).",
+            self.policy_version,
+            report.max_abs_logp_diff,
+        )
+        self._start_worker(samples, has_token_route=capabilities.token_in_token_out)
+
+    def _connect(self, policy: PolicyLink) -> ServerCapabilities:
+        args = self.args
+        self.control = VLLMControl(args.vllm_server_base_url, timeout_s=args.vllm_server_timeout)
+        self.control.wait_until_ready(args.vllm_server_timeout)
+        capabilities = self.control.capabilities()
+        wants = ServerWants(
+            served_model_name=self.model_name,
+            num_sampler_logprobs=args.num_sampler_logprobs if args.score_centering else 1,
+            needed_len=args.max_completion_length + 1,
+            dtype=policy.dtype,
+            top_k=args.top_k,
+            top_p=args.top_p,
+        )
+        for warning in check_server(capabilities, wants):
+            logger.warning("%s", warning)
+        if args.token_budget is None:
+            self.token_budget = capabilities.max_model_len or 0
+            if not self.token_budget:
+                raise AsyncGRPOError(
+                    f"The server at {args.vllm_server_base_url} does not report max_model_len.", "Set token_budget."
+                )
+        return capabilities
+
+    def _open_books(self, resumed: tuple[RolloutState, list[TrainingSample], Path] | None) -> list[TrainingSample]:
+        self.buffer.clear()
+        path = self.run.run_dir / "ledger.sqlite"
+        if resumed is None:
+            _set_aside(path)
+            self.ledger = LedgerWriter(path, num_rows=self.num_rows)
+            self.book.continue_after(self.ledger.last_seq)
+            return []
+        state, samples, folder = resumed
+        self.policy_version = state.policy_version
+        self.counters = Counters(**state.counters)
+        self.book.load_state_dict(state.slots)
+        snapshot = folder / "ledger.sqlite"
+        self.ledger = LedgerWriter(
+            path,
+            num_rows=self.num_rows,
+            checkpoint_seq=self.book.ledger_seq,
+            snapshot=snapshot if snapshot.is_file() else None,
+        )
+        self.book.continue_after(self.ledger.last_seq)
+        return samples
+
+    def _start_worker(self, samples: list[TrainingSample], has_token_route: bool) -> None:
+        args = self.args
+        allowance = TokenAllowance(
+            max_staleness=args.max_staleness, step_tokens=args.gradient_accumulation_steps * self.token_budget
+        )
+        self.worker = RolloutWorker(
+            config=args,
+            model_name=self.model_name,
+            buffer=self.buffer,
+            resume_state=self.book.worker_resume_state({sample.slot for sample in samples}),
+            initial_allowance=allowance.value,
+            initial_version=self.policy_version,
+            log_path=self.run.run_dir / "logs" / "rollout.log",
+            **self.worker_arguments,
+        )
+        assert self.ledger is not None
+        self.source = SampleSource(
+            buffer=self.buffer,
+            book=self.book,
+            ledger=self.ledger,
+            window=self.window,
+            worker=self.worker,
+            allowance=allowance,
+            token_budget=self.token_budget,
+            max_staleness=args.max_staleness,
+            version=lambda: self.policy_version,
+            should_stop=self._should_stop,
+        )
+        self.source.preload(samples)
+        self.worker.set_allowance(allowance.value)
+        self.worker.start()
+        self.overlap = OverlapMeter(self.worker.in_flight)
+        self.overlap.start()
+
+    # -- the clock's side -----------------------------------------------------------------------------------------
+
+    def next_step(self, num_microbatches: int) -> Step | None:
+        assert self.source is not None
+        return self.source.next_step(num_microbatches)
+
+    def finish_step(self, step: Step, step_number: int) -> None:
+        """Write the step into the books and send the weights when they are due."""
+        assert self.source is not None
+        self.source.finish_step(step, step_number)
+        self._unsynced_steps += 1
+        if self._unsynced_steps >= self.args.weight_sync_steps:
+            self.sync()
+
+    def sync(self) -> SyncReport:
+        """Send the current weights as the next policy version."""
+        assert self.publisher is not None and self.worker is not None
+        report = self.publisher.publish(self.policy_version + 1)
+        self.policy_version += 1
+        self._unsynced_steps = 0
+        self.worker.set_version(self.policy_version)
+        for name in ("pause", "barrier", "transfer"):
+            self.window.add(f"perf/weight_sync_{name}_s", getattr(report, f"{name}_s"))
+        self.window.add("perf/weight_sync_s", report.total_s)
+        return report
+
+    def finish(self) -> None:
+        """End generation and make sure the server holds the final weights."""
+        assert self.worker is not None
+        self.worker.stop(timeout_s=30.0)
+        if self._unsynced_steps:
+            self.sync()
+
+    def stop(self) -> None:
+        """Close everything that was opened. The first error is raised after all were tried."""
+        errors: list[Exception] = []
+        closers: list[Callable[[], object]] = []
+        if self.overlap is not None:
+            closers.append(self.overlap.stop)
+        if self.worker is not None:
+            closers.append(lambda: self.worker.stop(timeout_s=30.0) if self.worker else None)
+        if self.publisher is not None:
+            closers.append(self.publisher.close)
+        if self.source is not None:
+            closers.append(self.source.drain)
+        if self.ledger is not None:
+            closers.append(self.ledger.close)
+        for close in closers:
+            try:
+                close()
+            except Exception as error:
+                logger.exception("Closing a part of the pipeline failed")
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    def current_counters(self) -> Counters:
+        """The cumulative counters as of now: earlier attempts plus this one."""
+        base, now = self.counters, Counters(**vars(self.counters))
+        now.train_s = base.train_s + time.monotonic() - self._started_at
+        if self.worker is not None:
+            now.generated_tokens = base.generated_tokens + self.worker.generated_tokens()
+        if self.overlap is not None:
+            now.overlapped_s = base.overlapped_s + self.overlap.overlapped_s
+            now.window_s = base.window_s + self.overlap.total_s
+        if self.publisher is not None:
+            now.sync = _add_sync(base.sync, self.publisher.stats())
+        return now
+
+    def rollout_state(self, global_step: int) -> RolloutState:
+        return RolloutState(
+            global_step=global_step,
+            policy_version=self.policy_version,
+            slots=self.book.state_dict(),
+            counters=vars(self.current_counters()),
+        )
+
+    def buffered_samples(self) -> list[TrainingSample]:
+        """Samples generated and not yet trained, oldest first; the buffer is drained first."""
+        assert self.source is not None
+        self.source.drain()
+        return list(self.source.pending)
+
+
+def _add_sync(base: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Add the sync numbers of earlier attempts to this attempt's."""
+    if not base:
+        return dict(now)
+    total = dict(now)
+    for name in ("count", "verified", "unverified"):
+        total[name] = base[name] + now[name]
+    total["max_abs_logp_diff"] = max(base["max_abs_logp_diff"], now["max_abs_logp_diff"])
+    if total["count"]:
+        total["mean_s"] = (base["mean_s"] * base["count"] + now["mean_s"] * now["count"]) / total["count"]
+    return total
+
+
+def _set_aside(ledger: Path) -> None:
+    """A run that starts anew in a used folder keeps the old ledger under another name."""
+    if not ledger.exists():
+        return
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(ledger.stat().st_mtime))
+    for suffix in ("", "-wal", "-shm"):
+        old = ledger.with_name(ledger.name + suffix)
+        if old.exists():
+            old.rename(ledger.with_name(f"ledger-{stamp}.sqlite{suffix}"))

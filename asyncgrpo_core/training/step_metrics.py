@@ -1,0 +1,79 @@
+"""The trainer's metrics of one finished step (reference, sample / batch / performance metrics)."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.types import TrainingSample
+
+Step = list[list[list[TrainingSample]]]  # [micro-batch][rank][sample]
+
+
+def record_samples(window: MetricWindow, step: Step, version: int, now: float | None = None) -> None:
+    """`sample/*`, `reward_kept`, `reward_group_std` and `rewards/{func}/group_std`, one item per sample.
+
+    Args:
+        version: policy version that trained them (before this step's own sync).
+        now: wall-clock seconds, as in `TrainingSample.queued_at`.
+    """
+    now = time.time() if now is None else now
+    for sample in (s for microbatch in step for row in microbatch for s in row):
+        staleness = version - sample.model_version
+        window.add("sample/forwarded_tokens_mean", sample.sequence.num_tokens)
+        window.add("sample/forwarded_tokens_max", sample.sequence.num_tokens)
+        window.add("sample/trained_tokens_mean", sample.sequence.num_trained)
+        window.add("sample/time_in_queue_s", now - sample.queued_at)
+        window.add("sample/staleness_mean", staleness)
+        window.add("sample/staleness_max", staleness)
+        window.add("reward_kept", sample.reward)
+        window.add("reward_group_std", sample.group_reward_std)
+        for name, std in sample.func_group_stds.items():
+            window.add(f"rewards/{name}/group_std", std)
+
+
+def record_batch(window: MetricWindow, step: Step, token_budget: int, forwarded: list[list[int]]) -> tuple[int, int]:
+    """`batch/*` of one step.
+
+    Args:
+        forwarded: forwarded tokens of every row, [micro-batch][rank] (a shared prefix counts once).
+
+    Returns:
+        (forwarded tokens, trained tokens) of the step.
+    """
+    rows = [row for microbatch in step for row in microbatch]
+    samples = [s for row in rows for s in row]
+    row_tokens = [tokens for microbatch in forwarded for tokens in microbatch]
+    total = sum(row_tokens)
+    trained = sum(s.sequence.num_trained for s in samples)
+    window.add("batch/forwarded_tokens_per_step", total)
+    window.add("batch/trained_tokens_per_step", trained)
+    window.add("batch/samples_per_step", len(samples))
+    window.add("batch/groups_per_step", len({(s.slot.epoch, s.slot.row, s.generation) for s in samples}))
+    window.add("batch/microbatches_per_step", len(step))
+    window.add("batch/masked_token_frac", 1 - trained / total)
+    window.add("batch/packing_ratio", sum(s.sequence.num_tokens for s in samples) / total)
+    for row, tokens in zip(rows, row_tokens, strict=True):
+        window.add("batch/samples_per_row", len(row))
+        window.add("batch/row_tokens_mean", tokens)
+        window.add("batch/row_tokens_max", tokens)
+        window.add("batch/row_fill_frac", tokens / token_budget)
+    for microbatch, counts in zip(step, forwarded, strict=True):
+        costs = [sum(s.sequence.num_tokens**2 for s in row) for row in microbatch]
+        window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
+        window.add("batch/pad_frac", 1 - sum(counts) / (max(counts) * len(counts)))
+    return total, trained
+
+
+def record_performance(
+    window: MetricWindow, wall_s: float, parts: dict[str, float], forwarded: int, trained: int
+) -> None:
+    """`perf/*` of one step: seconds of its parts, and rates as (tokens, seconds) so that a window adds up right."""
+    window.add("perf/step_s", wall_s)
+    seconds: dict[str, float] = defaultdict(float, parts)
+    for name in ("fwd_bwd", "fwd", "optimizer"):
+        window.add(f"perf/{name}_s", seconds[name])
+    window.rate("perf/fwd_bwd_forwarded_tokens_per_s", forwarded, seconds["fwd_bwd"])
+    window.rate("perf/wall_clock_forwarded_tokens_per_s", forwarded, wall_s)
+    window.rate("perf/wall_clock_trained_tokens_per_s", trained, wall_s)

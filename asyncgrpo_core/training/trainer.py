@@ -1,0 +1,326 @@
+"""AsyncGRPOTrainer: a `transformers.Trainer` whose batches come from a live rollout worker.
+
+    train() -> pipeline.start() -> [ next_step -> forward / loss / backward -> optimizer -> finish_step (sync) ] -> stop
+
+The transformers loop is the clock. This class only says where a step's rows come from (`get_batch_samples`), what
+the loss is (`compute_loss`), what happens when a step ends (`PipelineCallback`) and what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+
+from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.ledger_counts import counts as ledger_counts
+from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.models.forward import install_packed_forward
+from asyncgrpo_core.models.loading import load_policy, load_processing_class
+from asyncgrpo_core.packing.layout import pack_row
+from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
+from asyncgrpo_core.training.callbacks import PipelineCallback
+from asyncgrpo_core.training.checkpoint import load_rollout_state, resolve_resume, save_rollout_state
+from asyncgrpo_core.training.clock import StepClock
+from asyncgrpo_core.training.config import AsyncGRPOConfig
+from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_funcs
+from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
+from asyncgrpo_core.training.pipeline import Pipeline, RunContext
+from asyncgrpo_core.training.policy_link import policy_link
+from asyncgrpo_core.training.step_metrics import Step, record_batch, record_performance, record_samples
+
+logger = logging.getLogger(__name__)
+
+RewardFunc = Callable[..., list[float]]
+
+
+class _Live:
+    """Stands where the Trainer wants a data loader; rows come through `get_batch_samples`. Has no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class AsyncGRPOTrainer(Trainer):
+    """Trainer for GRPO with generation on a separate vLLM server (reference, AsyncGRPOTrainer).
+
+    Args:
+        model: model id, local folder, or a `PreTrainedModel` (its attention is switched to the packed one).
+        reward_funcs: one or several module-level callables; called with `prompts`, `completions`, `completion_ids`
+            and every dataset column but `prompt`; each returns one float or None per completion. Summed.
+        args: configuration; None uses the defaults.
+        train_dataset: `Dataset` or `IterableDataset` with a conversational "prompt" column.
+        processing_class: tokenizer; None loads the model's. Left padding; the pad token falls back to eos.
+        callbacks: added to the default ones.
+        optimizers: (optimizer, scheduler); None entries get the defaults.
+        peft_config: wraps the model in an adapter; merged weights are sent to the server.
+        tools: module-level functions the model may call.
+        environment_factory: callable, or dict of callables, that makes an environment.
+        run: run folder and served name when a launcher owns them (beyond the reference, keyword only).
+
+    Raises:
+        ConfigError: an argument is of the wrong kind; DataError: the dataset does not have the needed shape.
+    """
+
+    loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
+    _tag_names = ("asyncgrpo", "async-grpo")
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        args: AsyncGRPOConfig | None = None,
+        train_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        tools: list[Callable] | None = None,
+        environment_factory: Any = None,
+        *,
+        run: RunContext | None = None,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = AsyncGRPOConfig(output_dir=f"{Path(name).name}-AsyncGRPO")
+        if args.world_size > 1:
+            raise ConfigError(
+                f"{args.world_size} trainer ranks were started; this version trains on one.", "Start one process."
+            )
+        reward_funcs = normalise_reward_funcs(reward_funcs, environment_factory)
+        num_rows = check_dataset(train_dataset, environment_factory, args.max_steps)
+        model_name = model if isinstance(model, str) else model.config._name_or_path
+        policy = load_policy(model, args, peft_config=peft_config)
+        if processing_class is None:
+            processing_class = load_processing_class(model_name, args)
+        else:
+            processing_class = load_processing_class(processing_class, args)
+        install_packed_forward(policy)
+        self.window = MetricWindow()
+        self.clock = StepClock()
+        self.run = run or RunContext(run_dir=Path(args.output_dir or "trainer_output"))
+        super().__init__(
+            model=policy,
+            args=args,
+            data_collator=lambda rows: rows,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=[PipelineCallback(self), *(callbacks or [])],
+            optimizers=optimizers,
+        )
+        self.loss_is_scaled_for_ga = False  # the loss is a mean over one micro-batch
+        self.loss_settings = LossSettings.from_config(args)
+        self._stop_reason: str | None = None
+        self._step: Step | None = None
+        self._forwarded: list[list[int]] = []
+        self._resume_folder: Path | None = None
+        self.pipeline = Pipeline(
+            args,
+            self.run,
+            model_name=model_name,
+            num_rows=num_rows,
+            worker_arguments={
+                "loop_cls": self.loop_cls,
+                "dataset": train_dataset,
+                "reward_funcs": reward_funcs,
+                "processing_class": processing_class,
+                "eos_token_ids": policy.eos_token_ids,
+                "tools": tools,
+                "environment_factory": environment_factory,
+            },
+            window=self.window,
+            should_stop=self._should_stop,
+        )
+
+    # -- start and stop -------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ):
+        """Train until `max_steps`, or until `num_train_epochs` passes over the prompts (reference, train).
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one in `output_dir`.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint to resume from.
+            TypeError: something that the rollout worker needs cannot be pickled.
+            ServerError, WeightSyncError, RolloutError: a part of the pipeline failed; it is closed by then.
+        """
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        self._resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir))
+        self._stop_reason = None
+        folder = None if self._resume_folder is None else str(self._resume_folder)
+        failed = True
+        try:
+            output = super().train(folder, trial, ignore_keys_for_eval)
+            failed = False
+            return output
+        finally:
+            self._close(failed)
+
+    def _close(self, failed: bool) -> None:
+        try:
+            self.pipeline.stop()
+        except Exception:
+            if not failed:
+                raise
+            logger.exception("The pipeline did not close cleanly after the error that is raised")
+
+    def start_pipeline(self) -> None:
+        """Bring server, sync and worker up (called when the Trainer has prepared model and optimizer)."""
+        resumed = None
+        if self._resume_folder is not None:
+            state, samples = load_rollout_state(self._resume_folder)
+            resumed = (state, samples, self._resume_folder)
+        self.pipeline.start(policy_link(self), resumed)
+        self.clock = StepClock()
+
+    def request_stop(self, reason: str) -> None:
+        """Stop after the current step, with a checkpoint. Safe to call from a signal handler."""
+        self._stop_reason = self._stop_reason or reason
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why training was asked to stop early; None when it was not."""
+        return self._stop_reason
+
+    def _should_stop(self) -> bool:
+        return self._stop_reason is not None or self.control.should_training_stop or self.epochs_are_done()
+
+    def epochs_are_done(self) -> bool:
+        """Whether `num_train_epochs` passes over the prompts have ended; False when `max_steps` decides."""
+        num_rows = self.pipeline.num_rows
+        if self.args.max_steps > 0 or num_rows is None:
+            return False
+        return self.pipeline.book.ended_slots() >= self.args.num_train_epochs * num_rows
+
+    # -- what the transformers loop asks --------------------------------------------------------------------------
+
+    def get_train_dataloader(self):  # type: ignore[override]
+        return _Live()
+
+    def set_initial_training_values(self, args, dataloader):  # type: ignore[override]
+        """Steps are unknown beforehand: `max_steps` when set, else a ceiling that the epoch stop never reaches."""
+        max_steps = args.max_steps
+        if max_steps <= 0:
+            # Every kept group gives at least one sample and every step trains at least one sample.
+            rows = self.pipeline.num_rows or 1
+            max_steps = int(args.num_train_epochs * rows + 1) * args.num_generations * 100
+        accumulation = args.gradient_accumulation_steps
+        return (
+            sys.maxsize,
+            max_steps,
+            max_steps * accumulation,
+            max_steps * accumulation,
+            accumulation,
+            (max_steps * accumulation),
+            max_steps,
+        )
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):  # type: ignore[override]
+        """The rows of the next step; none, with the stop flag set, when training is over."""
+        finished = 0 < self.args.max_steps <= self.state.global_step
+        self._step = None if finished else self.pipeline.next_step(num_batches)
+        if self._step is None:
+            self.control.should_training_stop = True
+            self.control.should_save = self.state.global_step > 0 and not finished
+            return [], None
+        return [self._pack(microbatch[0]) for microbatch in self._step], None
+
+    def _pack(self, row: list) -> dict[str, torch.Tensor]:
+        return pack_row(row, self.args.num_sampler_logprobs if self.args.score_centering else 0)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):  # type: ignore[override]
+        overlap = self.pipeline.overlap
+        assert overlap is not None
+        overlap.computing = True
+        self._forwarded.append([int(inputs["input_ids"].shape[1])])
+        with self.clock.part("fwd_bwd"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self.clock.optimizer_started = time.monotonic()
+        return loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[override]
+        """Mean loss over the trained tokens of one micro-batch; its sums go to the metrics window."""
+        with self.clock.part("fwd"):
+            output = model(**inputs, temperature=self.args.temperature)
+            normalizer = inputs["target_ids"].shape[0]
+            loss, sums = async_grpo_loss(output, inputs, self.loss_settings, normalizer)
+        sums.record(self.window)
+        return (loss, output) if return_outputs else loss
+
+    def floating_point_ops(self, inputs) -> int:
+        return 0  # the model's estimate assumes padded batches; perf/* counts tokens instead
+
+    # -- when a step ends -----------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Books, metrics and weight sync of the step that the optimizer just finished."""
+        assert self._step is not None and self.pipeline.overlap is not None
+        self.pipeline.overlap.computing = False
+        self.clock.close_optimizer()
+        step, forwarded, self._forwarded = self._step, self._forwarded, []
+        record_samples(self.window, step, self.pipeline.policy_version)
+        tokens, trained = record_batch(self.window, step, self.pipeline.token_budget, forwarded)
+        self.pipeline.counters.num_tokens += tokens
+        self.pipeline.counters.trained_tokens += trained
+        self.pipeline.finish_step(step, self.state.global_step)
+        wall, parts = self.clock.finish_step()
+        record_performance(self.window, wall, parts, tokens, trained)
+        if self.pipeline.num_rows:
+            self.state.epoch = self.pipeline.book.ended_slots() / self.pipeline.num_rows
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the window's metrics to a training log (reference, 'Logged metrics')."""
+        if "loss" in logs:
+            logs = {**logs, "num_tokens": float(self.pipeline.counters.num_tokens), **self.window.reduce()}
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        super()._save_checkpoint(model, trial)
+        if not self.args.should_save:
+            return
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if not folder.is_dir():  # rotated away already
+            return
+        assert self.pipeline.ledger is not None
+        samples = self.pipeline.buffered_samples()
+        self.pipeline.ledger.snapshot(folder / "ledger.sqlite")
+        save_rollout_state(folder, self.pipeline.rollout_state(self.state.global_step), samples)
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """The trainer's part of run_summary.json."""
+        counters = self.pipeline.current_counters()
+        rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
+        tenth = max(len(rewards) // 10, 1)
+        ledger = self.pipeline.run.run_dir / "ledger.sqlite"
+        seconds = max(counters.train_s, 1e-9)
+        return {
+            "global_step": self.state.global_step,
+            "resumed_from": None if self._resume_folder is None else str(self._resume_folder),
+            "train_s": counters.train_s,
+            "reward": {
+                "first": sum(rewards[:tenth]) / tenth if rewards else None,
+                "last": sum(rewards[-tenth:]) / tenth if rewards else None,
+            },
+            "ledger": ledger_counts(ledger) if ledger.exists() else None,
+            "weight_sync": counters.sync or None,
+            "throughput": {
+                "generated_tokens_per_s": counters.generated_tokens / seconds,
+                "trained_tokens_per_s": counters.trained_tokens / seconds,
+                "overlap_frac": counters.overlapped_s / counters.window_s if counters.window_s else 0.0,
+            },
+        }
