@@ -58,6 +58,10 @@ class RewardError(RolloutError):
     """A reward function returned something that is no reward."""
 
 
+class LedgerError(AsyncGRPOError):
+    """The exactly-once bookkeeping was contradicted, or its file could not be written."""
+
+
 class CheckpointError(AsyncGRPOError):
     """A checkpoint is missing, incomplete or does not fit this run."""
 

@@ -1,0 +1,157 @@
+"""The reading side of the ledger: the `ledger` block of run_summary.json, counted from the rows alone.
+
+Nothing here asks the SlotBook: a bookkeeping error there shows up here as `lost`, `trained_twice` or a line of `audit`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from asyncgrpo_core.errors import LedgerError
+from asyncgrpo_core.ledger_schema import DROP_REASONS, END_STATES
+
+_ENDED = "('" + "', '".join(END_STATES) + "')"
+
+# Prompt positions that the worker has passed and that have no live row at all, per epoch. Positions and rows are both
+# counted: a prompt order that changed between two attempts shows as fewer rows than positions.
+_PRESENT = """
+    SELECT epoch, max(position) + 1, min(count(DISTINCT position), count(DISTINCT row))
+    FROM slot_events WHERE rolled_back = 0 GROUP BY epoch
+"""
+
+# Open slots that nobody will ever end: (1) the newest row belongs to an earlier rollout worker, so the slot was neither
+# kept nor asked for again when the worker was replaced; (2) it was to be generated again in prompt order and the worker
+# has passed it; (3) all its samples have ended.
+_STUCK = f"""
+    WITH open AS (SELECT * FROM slots WHERE state NOT IN {_ENDED}),
+    now AS (SELECT coalesce(max(worker), 0) AS worker FROM slot_events WHERE rolled_back = 0),
+    front AS (SELECT epoch, position FROM slot_events, now
+              WHERE rolled_back = 0 AND state = 'dispatched' AND generation = 0 AND slot_events.worker = now.worker
+              ORDER BY epoch DESC, position DESC LIMIT 1),
+    finished AS (SELECT epoch, row FROM samples GROUP BY epoch, row HAVING sum(state = 'waiting') = 0)
+    SELECT count(*) FROM open, now
+    WHERE open.worker < now.worker
+       OR (open.state = 'requeued' AND EXISTS
+              (SELECT 1 FROM front WHERE (front.epoch, front.position) > (open.epoch, open.position)))
+       OR (open.state IN ('scored', 'kept') AND EXISTS
+              (SELECT 1 FROM finished f JOIN sample_events s
+                 ON s.epoch = f.epoch AND s.row = f.row AND s.generation = open.generation AND s.rolled_back = 0
+               WHERE f.epoch = open.epoch AND f.row = open.row))
+"""
+
+_TWICE = """
+    SELECT (SELECT count(*) FROM (SELECT 1 FROM trainings GROUP BY sample_id HAVING count(*) > 1))
+         + (SELECT count(*) FROM 
+           (SELECT 1 FROM trainings t LEFT JOIN sample_events g
+              ON g.sample_id = t.sample_id AND g.event = 'generated' AND g.rolled_back = 0
+            GROUP BY t.epoch, t.row HAVING count(DISTINCT coalesce(g.record, t.record)) > 1))
+"""
+
+_AUDIT = {
+    "slots that went on after they had ended": f"""
+        SELECT count(*) FROM slots s WHERE EXISTS (SELECT 1 FROM slot_events e WHERE e.rolled_back = 0
+            AND e.epoch = s.epoch AND e.row = s.row AND e.seq < s.seq AND e.state IN {_ENDED})""",
+    "slots that ended as trained without a trained sample": """
+        SELECT count(*) FROM slots s WHERE state = 'trained' AND NOT EXISTS
+            (SELECT 1 FROM trainings t WHERE t.epoch = s.epoch AND t.row = s.row)""",
+    "slots that ended as dropped or filtered with a trained sample": """
+        SELECT count(*) FROM slots s WHERE state IN ('dropped', 'filtered') AND EXISTS
+            (SELECT 1 FROM trainings t WHERE t.epoch = s.epoch AND t.row = s.row)""",
+    "ended slots with samples that are still waiting": f"""
+        SELECT count(*) FROM slots s WHERE state IN {_ENDED} AND EXISTS
+            (SELECT 1 FROM samples p WHERE p.epoch = s.epoch AND p.row = s.row AND p.state = 'waiting')""",
+    "samples that were both trained and dropped": """
+        SELECT count(*) FROM (SELECT 1 FROM sample_events WHERE rolled_back = 0
+            AND event IN ('trained', 'dropped') GROUP BY sample_id HAVING count(DISTINCT event) > 1)""",
+    "trained samples that were never generated": """
+        SELECT count(*) FROM trainings t WHERE NOT EXISTS (SELECT 1 FROM sample_events g
+            WHERE g.sample_id = t.sample_id AND g.event = 'generated' AND g.rolled_back = 0)""",
+    "rows with more than one position in their epoch": """
+        SELECT count(*) FROM (SELECT 1 FROM slot_events WHERE rolled_back = 0
+            GROUP BY epoch, row HAVING count(DISTINCT position) > 1)""",
+}
+
+
+def counts(path: Path) -> dict[str, Any]:
+    """The `ledger` block of run_summary.json, cumulative over the attempts of the run.
+
+    `prompts` = trained + dropped + pending + lost; `filtered` beside it. `rolled_back` counts slots, once per attempt
+    that rolled them back. `lost` counts prompts that nobody will train, drop or generate any more: skipped positions
+    and open slots that were forgotten. `trained_twice` counts samples with more than one live training row and slots
+    trained from more than one generated group. Both are 0 unless there is a bug.
+
+    Raises:
+        LedgerError: the file cannot be read.
+    """
+    with closing(_open(path)) as db:
+        try:
+            return _counts(db)
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(f"The ledger {path} cannot be read: {error}.", "Check the file.") from error
+
+
+def audit(path: Path) -> list[str]:
+    """Contradictions inside the ledger, as sentences; empty when every row agrees with every other."""
+    with closing(_open(path)) as db:
+        found = {text: db.execute(sql).fetchone()[0] for text, sql in _AUDIT.items()}
+    return [f"{number} {text}" for text, number in found.items() if number]
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    if not Path(path).exists():
+        raise LedgerError(f"There is no ledger at {path}.", "Give the run folder of a run that has started training.")
+    connection = sqlite3.connect(path, timeout=10.0)
+    connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def _counts(db: sqlite3.Connection) -> dict[str, Any]:
+    ended = dict.fromkeys(END_STATES, 0)
+    dropped = dict.fromkeys(DROP_REASONS, 0)
+    still_open = 0
+    db.execute("BEGIN")  # one snapshot for all the questions below
+    for state, reason, number in db.execute("SELECT state, reason, count(*) FROM slots GROUP BY state, reason"):
+        if state == "dropped":
+            dropped[reason] += number
+        elif state in ended:
+            ended[state] += number
+        else:
+            still_open += number
+    stuck = db.execute(_STUCK).fetchone()[0]
+    rolled_back = db.execute(
+        "SELECT count(*) FROM (SELECT DISTINCT epoch, row, rolled_back FROM slot_events WHERE rolled_back > 0)"
+    ).fetchone()[0]
+    twice = db.execute(_TWICE).fetchone()[0]
+    lost = stuck + _skipped(db)
+    pending = still_open - stuck
+    db.execute("COMMIT")
+    return {
+        "prompts": ended["trained"] + sum(dropped.values()) + pending + lost,
+        "trained": ended["trained"],
+        "dropped": dropped,
+        "filtered": ended["filtered"],
+        "pending": pending,
+        "rolled_back": rolled_back,
+        "lost": lost,
+        "trained_twice": twice,
+    }
+
+
+def _skipped(db: sqlite3.Connection) -> int:
+    """Positions below the highest one ever given out (all positions, in an epoch that is over) without a live row."""
+    stored = db.execute("SELECT value FROM meta WHERE key = 'num_rows'").fetchone()
+    num_rows = int(stored[0]) if stored and stored[0] is not None else None
+    epochs = db.execute(_PRESENT).fetchall()
+    if not epochs:
+        return 0
+    last = max(epoch for epoch, _, _ in epochs)
+    skipped = 0
+    for epoch, passed, present in epochs:
+        expected = num_rows if num_rows is not None and epoch < last else passed
+        skipped += max(expected - present, 0)
+    if num_rows is not None:
+        skipped += (last + 1 - len(epochs)) * num_rows
+    return skipped
