@@ -26,8 +26,7 @@ from asyncgrpo_core.sync.publisher import Publisher, SyncReport, make_publisher
 from asyncgrpo_core.training.checkpoint import RolloutState
 from asyncgrpo_core.training.clock import OverlapMeter
 from asyncgrpo_core.training.config import AsyncGRPOConfig
-from asyncgrpo_core.training.source import SampleSource, TokenAllowance
-from asyncgrpo_core.training.step_metrics import Step
+from asyncgrpo_core.training.source import SampleSource, Step, TokenAllowance
 from asyncgrpo_core.types import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,9 @@ class Pipeline:
             config=args,
             model_name=self.model_name,
             buffer=self.buffer,
-            resume_state=self.book.worker_resume_state({sample.slot for sample in samples}),
+            resume_state=self.book.worker_resume_state(
+                {sample.slot for sample in samples}, buffered_samples={sample.sample_id for sample in samples}
+            ),
             initial_allowance=allowance.value,
             initial_version=self.policy_version,
             log_path=self.run.run_dir / "logs" / "rollout.log",
@@ -219,6 +220,9 @@ class Pipeline:
             should_stop=self._should_stop,
         )
         self.source.preload(samples)
+        self.ledger.write(self.book.drain_rows())
+        for slot, generation in self.book.pending_regenerations():
+            self.buffer.request_regeneration(slot, generation)
         self.worker.set_allowance(allowance.value)
         self.worker.start()
         self.overlap = OverlapMeter(self.worker.in_flight)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
+from asyncgrpo_core.models.forward import score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
-from asyncgrpo_core.packing.layout import pack_row
 from asyncgrpo_core.training.pipeline import PolicyLink
-from asyncgrpo_core.types import Slot, TrainingSample, TrainingSequence
 
 if TYPE_CHECKING:
     from asyncgrpo_core.training.trainer import AsyncGRPOTrainer
@@ -25,7 +21,7 @@ def policy_link(trainer: AsyncGRPOTrainer) -> PolicyLink:
     dtype = next(model.parameters()).dtype
     return PolicyLink(
         parameters=lambda: iter_server_parameters(model),
-        score=lambda ids: score_tokens(trainer, ids),
+        score=lambda ids: _score(trainer, ids),
         canary_ids=canary_tokens(trainer),
         dtype=str(dtype).removeprefix("torch."),
         on_cpu=trainer.args.device.type == "cpu",
@@ -47,35 +43,7 @@ def canary_tokens(trainer: AsyncGRPOTrainer) -> list[int]:
     return (ids * repeats)[:_CANARY_TOKENS]
 
 
-@torch.no_grad()
-def score_tokens(trainer: AsyncGRPOTrainer, ids: list[int]) -> list[float]:
-    """Log-probability of every token after the first, at temperature 1, under the current weights."""
-    mask = np.ones(len(ids), dtype=bool)
-    mask[0] = False
-    sequence = TrainingSequence(
-        token_ids=np.asarray(ids, dtype=np.int32),
-        loss_mask=mask,
-        sampler_logprobs=np.zeros(len(ids), dtype=np.float32),
-        versions=np.zeros(len(ids), dtype=np.int32),
-    )
-    sample = TrainingSample(
-        sequence=sequence,
-        advantage=0.0,
-        reward=0.0,
-        group_reward_std=0.0,
-        slot=Slot(0, 0, 0),
-        generation=0,
-        group_id=0,
-        model_version=0,
-        rollout_id="canary",
-    )
-    model = trainer.model_wrapped
-    training = model.training
-    model.eval()
-    try:
-        row = trainer._prepare_inputs(pack_row([sample], 0))
-        with trainer.compute_loss_context_manager():
-            output = model(**row, temperature=1.0)
-    finally:
-        model.train(training)
-    return output.logprobs.float().cpu().tolist()
+def _score(trainer: AsyncGRPOTrainer, ids: list[int]) -> list[float]:
+    # Under the trainer's own precision (autocast and wrappers), as in a training step.
+    with trainer.compute_loss_context_manager():
+        return score_tokens(trainer.model_wrapped, ids)

@@ -17,10 +17,12 @@ from typing import Protocol
 
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.metrics import MetricWindow
-from asyncgrpo_core.packing.planner import RowPlanner
+from asyncgrpo_core.packing.planner import MicroBatch, RowPlanner
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.slots import SlotBook
 from asyncgrpo_core.types import Slot, TrainingSample
+
+Step = list[MicroBatch]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class SampleSource:
 
     Args:
         token_budget: most tokens in a row.
-        rank_count: rows per micro-batch.
+        world_size: rows per micro-batch.
         version: the current policy version (number of weight syncs done).
         should_stop: asked while waiting; True ends the wait without a step.
     """
@@ -84,11 +86,11 @@ class SampleSource:
         max_staleness: int,
         version: Callable[[], int],
         should_stop: Callable[[], bool],
-        rank_count: int = 1,
+        world_size: int = 1,
     ) -> None:
         self.buffer, self.book, self.ledger, self.window, self.worker = buffer, book, ledger, window, worker
         self.allowance = allowance
-        self.token_budget, self.max_staleness, self.rank_count = token_budget, max_staleness, rank_count
+        self.token_budget, self.max_staleness, self.world_size = token_budget, max_staleness, world_size
         self._version, self._should_stop = version, should_stop
         self.pending: deque[TrainingSample] = deque()
         self.wait_s = 0.0  # of the step being formed
@@ -99,8 +101,8 @@ class SampleSource:
         self.pending.extend(samples)
         self.allowance.preloaded += sum(s.sequence.num_tokens for s in samples)
 
-    def next_step(self, num_microbatches: int) -> list[list[list[TrainingSample]]] | None:
-        """The rows of a step: [micro-batch][rank][sample]; None when asked to stop before it was full.
+    def next_step(self, num_microbatches: int) -> Step | None:
+        """The micro-batches of a step; None when asked to stop before it was full.
 
         What an unfinished step had pulled goes back to the head of the queue, so a stop loses nothing.
 
@@ -108,24 +110,24 @@ class SampleSource:
             RolloutError: the worker failed, died or hangs.
         """
         self.wait_s = 0.0
-        step: list[list[list[TrainingSample]]] = []
+        step: Step = []
         for _ in range(num_microbatches):
-            rows = self._next_microbatch()
-            if rows is None:
-                back = [s for microbatch in step for row in microbatch for s in row]
-                self.pending.extendleft(reversed(back))
+            microbatch = self._next_microbatch()
+            if microbatch is None:
+                self._put_back([s for microbatch in step for s in microbatch.samples])
                 return None
-            step.append(rows)
+            step.append(microbatch)
         self.window.add("rollout/queue_size", len(self.pending))
         self.window.add("perf/rollout_wait_s", self.wait_s)
         return step
 
-    def finish_step(self, step: list[list[list[TrainingSample]]], step_number: int) -> None:
+    def finish_step(self, step: Step, step_number: int) -> None:
         """Write a finished step into the books and let the worker run on."""
         used = 0
-        for sample in (s for microbatch in step for row in microbatch for s in row):
-            self.ledger.write(self.book.sample_trained(sample, step_number))
+        for sample in (s for microbatch in step for s in microbatch.samples):
+            self.book.sample_trained(sample, step_number)
             used += sample.sequence.num_tokens
+        self.ledger.write(self.book.drain_rows())
         self.allowance.consumed += used
         self.allowance.step_tokens = used
         self.allowance.granted = 0
@@ -135,34 +137,22 @@ class SampleSource:
         """Take what the worker has put into the buffer: metrics to the window, outcomes to the book."""
         for record in self.buffer.take():
             self.window.extend(record.metrics)
-            rows, regenerate = self.book.apply(record)
-            self.ledger.write(rows)
+            samples, regenerate = self.book.apply(record)
             self._regenerate(regenerate)
-            self.pending.extend(record.samples)
+            self.pending.extend(samples)
+        self.ledger.write(self.book.drain_rows())
 
-    def _next_microbatch(self) -> list[list[TrainingSample]] | None:
-        planner = RowPlanner(self.token_budget, rank_count=self.rank_count)
+    def _next_microbatch(self) -> MicroBatch | None:
+        planner = RowPlanner(self.token_budget, world_size=self.world_size)
         waiting_since: float | None = None
         last_check = time.monotonic()
         while True:
             self.drain()
-            while self.pending:
-                sample = self.pending[0]
-                if self._version() - sample.model_version > self.max_staleness:
-                    self._drop(self.pending.popleft(), "stale", "sample/dropped_stale_count")
-                elif sample.sequence.num_tokens > self.token_budget:
-                    logger.warning(
-                        "A sample of %d tokens is longer than token_budget=%d and is dropped.",
-                        sample.sequence.num_tokens,
-                        self.token_budget,
-                    )
-                    self._drop(self.pending.popleft(), "oversize", "batch/dropped_oversize_count")
-                elif planner.add(sample):
-                    self.pending.popleft()
-                else:
-                    return planner.rows()
+            closed = self._fill(planner)
+            if closed is not None:
+                return closed
             if self._should_stop():
-                self.pending.extendleft(reversed([s for row in planner.rows() for s in row]))
+                self._put_back(planner.open_samples)
                 return None
             now = time.monotonic()
             waiting_since = waiting_since or now
@@ -174,20 +164,41 @@ class SampleSource:
             time.sleep(_POLL_S)
             self.wait_s += time.monotonic() - now
 
+    def _fill(self, planner: RowPlanner) -> MicroBatch | None:
+        """Move pending samples into the planner; the micro-batch once a sample does not fit any more."""
+        while self.pending:
+            sample = self.pending[0]
+            if self._version() - sample.model_version > self.max_staleness:
+                self._drop(self.pending.popleft(), "stale", "sample/dropped_stale_count")
+                continue
+            placement = planner.add(sample)
+            if placement.closed is not None:
+                return placement.closed  # the sample that closed it stays pending, for the next micro-batch
+            self.pending.popleft()
+            if placement.oversize:
+                logger.warning(
+                    "A sample of %d tokens is longer than token_budget=%d and is dropped.",
+                    sample.sequence.num_tokens,
+                    self.token_budget,
+                )
+                self._drop(sample, "oversize", "batch/dropped_oversize_count")
+        return None
+
+    def _put_back(self, samples: list[TrainingSample]) -> None:
+        self.pending.extendleft(reversed(samples))
+
     def _feed_starving(self) -> None:
         # A row closes when the next sample does not fit, so filling it can need a little more than the last
         # step used. With max_staleness <= 1 the worker may stand at its allowance while the trainer waits for
         # one more sample: nobody would ever move. Both idle is the sign; then one row's tokens are granted.
         if self.worker.in_flight() == 0 and self.buffer.size == 0 and self.allowance.granted == 0:
-            self.allowance.granted = self.token_budget * self.rank_count
+            self.allowance.granted = self.token_budget * self.world_size
             self.worker.set_allowance(self.allowance.value)
 
     def _drop(self, sample: TrainingSample, reason: str, counter: str) -> None:
         self.window.add(counter, 1)
         self.allowance.consumed += sample.sequence.num_tokens
-        rows, regenerate = self.book.sample_dropped(sample, reason)
-        self.ledger.write(rows)
-        self._regenerate(regenerate)
+        self._regenerate(self.book.sample_dropped(sample, reason))
         self.worker.set_allowance(self.allowance.value)
 
     def _regenerate(self, request: tuple[Slot, int] | None) -> None:

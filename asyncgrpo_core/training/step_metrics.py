@@ -6,9 +6,7 @@ import time
 from collections import defaultdict
 
 from asyncgrpo_core.metrics import MetricWindow
-from asyncgrpo_core.types import TrainingSample
-
-Step = list[list[list[TrainingSample]]]  # [micro-batch][rank][sample]
+from asyncgrpo_core.training.source import Step
 
 
 def record_samples(window: MetricWindow, step: Step, version: int, now: float | None = None) -> None:
@@ -19,7 +17,7 @@ def record_samples(window: MetricWindow, step: Step, version: int, now: float | 
         now: wall-clock seconds, as in `TrainingSample.queued_at`.
     """
     now = time.time() if now is None else now
-    for sample in (s for microbatch in step for row in microbatch for s in row):
+    for sample in (s for microbatch in step for s in microbatch.samples):
         staleness = version - sample.model_version
         window.add("sample/forwarded_tokens_mean", sample.sequence.num_tokens)
         window.add("sample/forwarded_tokens_max", sample.sequence.num_tokens)
@@ -33,20 +31,15 @@ def record_samples(window: MetricWindow, step: Step, version: int, now: float | 
             window.add(f"rewards/{name}/group_std", std)
 
 
-def record_batch(window: MetricWindow, step: Step, token_budget: int, forwarded: list[list[int]]) -> tuple[int, int]:
+def record_batch(window: MetricWindow, step: Step, token_budget: int) -> tuple[int, int]:
     """`batch/*` of one step.
-
-    Args:
-        forwarded: forwarded tokens of every row, [micro-batch][rank] (a shared prefix counts once).
 
     Returns:
         (forwarded tokens, trained tokens) of the step.
     """
-    rows = [row for microbatch in step for row in microbatch]
-    samples = [s for row in rows for s in row]
-    row_tokens = [tokens for microbatch in forwarded for tokens in microbatch]
-    total = sum(row_tokens)
-    trained = sum(s.sequence.num_trained for s in samples)
+    samples = [s for microbatch in step for s in microbatch.samples]
+    total = sum(microbatch.num_tokens for microbatch in step)
+    trained = sum(microbatch.num_trained for microbatch in step)
     window.add("batch/forwarded_tokens_per_step", total)
     window.add("batch/trained_tokens_per_step", trained)
     window.add("batch/samples_per_step", len(samples))
@@ -54,13 +47,13 @@ def record_batch(window: MetricWindow, step: Step, token_budget: int, forwarded:
     window.add("batch/microbatches_per_step", len(step))
     window.add("batch/masked_token_frac", 1 - trained / total)
     window.add("batch/packing_ratio", sum(s.sequence.num_tokens for s in samples) / total)
-    for row, tokens in zip(rows, row_tokens, strict=True):
-        window.add("batch/samples_per_row", len(row))
-        window.add("batch/row_tokens_mean", tokens)
-        window.add("batch/row_tokens_max", tokens)
-        window.add("batch/row_fill_frac", tokens / token_budget)
-    for microbatch, counts in zip(step, forwarded, strict=True):
-        costs = [sum(s.sequence.num_tokens**2 for s in row) for row in microbatch]
+    for microbatch in step:
+        counts, costs = microbatch.row_tokens, microbatch.row_costs
+        for row, tokens in zip(microbatch.rows, counts, strict=True):
+            window.add("batch/samples_per_row", len(row))
+            window.add("batch/row_tokens_mean", tokens)
+            window.add("batch/row_tokens_max", tokens)
+            window.add("batch/row_fill_frac", tokens / token_budget)
         window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
         window.add("batch/pad_frac", 1 - sum(counts) / (max(counts) * len(counts)))
     return total, trained

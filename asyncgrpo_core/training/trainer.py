@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
@@ -33,7 +33,9 @@ from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_func
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
 from asyncgrpo_core.training.pipeline import Pipeline, RunContext
 from asyncgrpo_core.training.policy_link import policy_link
-from asyncgrpo_core.training.step_metrics import Step, record_batch, record_performance, record_samples
+from asyncgrpo_core.training.source import Step
+from asyncgrpo_core.training.step_metrics import record_batch, record_performance, record_samples
+from asyncgrpo_core.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,10 @@ class _Live:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
+
+
+def _no_collator(rows: list[Any]) -> dict[str, Any]:
+    raise AssertionError("rows are packed by get_batch_samples; nothing is collated")
 
 
 class AsyncGRPOTrainer(Trainer):
@@ -70,6 +76,8 @@ class AsyncGRPOTrainer(Trainer):
 
     loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
     _tag_names = ("asyncgrpo", "async-grpo")
+    args: AsyncGRPOConfig
+    processing_class: Any
 
     def __init__(
         self,
@@ -108,7 +116,7 @@ class AsyncGRPOTrainer(Trainer):
         super().__init__(
             model=policy,
             args=args,
-            data_collator=lambda rows: rows,
+            data_collator=_no_collator,
             train_dataset=train_dataset,
             processing_class=processing_class,
             callbacks=[PipelineCallback(self), *(callbacks or [])],
@@ -118,7 +126,6 @@ class AsyncGRPOTrainer(Trainer):
         self.loss_settings = LossSettings.from_config(args)
         self._stop_reason: str | None = None
         self._step: Step | None = None
-        self._forwarded: list[list[int]] = []
         self._resume_folder: Path | None = None
         self.pipeline = Pipeline(
             args,
@@ -158,7 +165,7 @@ class AsyncGRPOTrainer(Trainer):
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        self._resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir))
+        self._resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir or "trainer_output"))
         self._stop_reason = None
         folder = None if self._resume_folder is None else str(self._resume_folder)
         failed = True
@@ -200,10 +207,7 @@ class AsyncGRPOTrainer(Trainer):
 
     def epochs_are_done(self) -> bool:
         """Whether `num_train_epochs` passes over the prompts have ended; False when `max_steps` decides."""
-        num_rows = self.pipeline.num_rows
-        if self.args.max_steps > 0 or num_rows is None:
-            return False
-        return self.pipeline.book.ended_slots() >= self.args.num_train_epochs * num_rows
+        return self.args.max_steps <= 0 and self.pipeline.book.passes_done(self.args.num_train_epochs)
 
     # -- what the transformers loop asks --------------------------------------------------------------------------
 
@@ -236,16 +240,16 @@ class AsyncGRPOTrainer(Trainer):
             self.control.should_training_stop = True
             self.control.should_save = self.state.global_step > 0 and not finished
             return [], None
-        return [self._pack(microbatch[0]) for microbatch in self._step], None
+        return [self._pack(microbatch.rows[self.args.process_index]) for microbatch in self._step], None
 
-    def _pack(self, row: list) -> dict[str, torch.Tensor]:
-        return pack_row(row, self.args.num_sampler_logprobs if self.args.score_centering else 0)
+    def _pack(self, row: Sequence[TrainingSample]) -> dict[str, torch.Tensor]:
+        packed = pack_row(row, self.args.num_sampler_logprobs if self.args.score_centering else 0)
+        return cast(dict[str, torch.Tensor], packed)
 
     def training_step(self, model, inputs, num_items_in_batch=None):  # type: ignore[override]
         overlap = self.pipeline.overlap
         assert overlap is not None
         overlap.computing = True
-        self._forwarded.append([int(inputs["input_ids"].shape[1])])
         with self.clock.part("fwd_bwd"):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.clock.optimizer_started = time.monotonic()
@@ -257,7 +261,7 @@ class AsyncGRPOTrainer(Trainer):
             output = model(**inputs, temperature=self.args.temperature)
             normalizer = inputs["target_ids"].shape[0]
             loss, sums = async_grpo_loss(output, inputs, self.loss_settings, normalizer)
-        sums.record(self.window)
+        self.window.extend(sums.events())
         return (loss, output) if return_outputs else loss
 
     def floating_point_ops(self, inputs) -> int:
@@ -270,16 +274,16 @@ class AsyncGRPOTrainer(Trainer):
         assert self._step is not None and self.pipeline.overlap is not None
         self.pipeline.overlap.computing = False
         self.clock.close_optimizer()
-        step, forwarded, self._forwarded = self._step, self._forwarded, []
+        step = self._step
         record_samples(self.window, step, self.pipeline.policy_version)
-        tokens, trained = record_batch(self.window, step, self.pipeline.token_budget, forwarded)
+        tokens, trained = record_batch(self.window, step, self.pipeline.token_budget)
         self.pipeline.counters.num_tokens += tokens
         self.pipeline.counters.trained_tokens += trained
         self.pipeline.finish_step(step, self.state.global_step)
         wall, parts = self.clock.finish_step()
         record_performance(self.window, wall, parts, tokens, trained)
         if self.pipeline.num_rows:
-            self.state.epoch = self.pipeline.book.ended_slots() / self.pipeline.num_rows
+            self.state.epoch = self.pipeline.book.passes()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the window's metrics to a training log (reference, 'Logged metrics')."""
