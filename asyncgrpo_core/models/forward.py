@@ -1,0 +1,168 @@
+"""`model(**row, temperature=...)` -> per-trained-token log-probabilities, inside the model's own forward.
+
+Everything happens inside `forward`, so that wrappers which hook it (DDP, FSDP, autocast, PEFT) see one ordinary call.
+The parameters, their names, `state_dict` and `save_pretrained` stay as they were, and a call without the row's
+`target_positions` is the model's original forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models.attention import PACKED_ATTENTION, AttentionPlan
+from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
+
+
+class PolicyOutput(NamedTuple):
+    """The trainer's view of N trained tokens, float32 (float64 for a float64 model)."""
+
+    logprobs: Tensor  # [N], of the sampled token, over the full vocabulary at the sampling temperature
+    entropy: Tensor  # [N], of that distribution; no gradient
+    top_logprobs: Tensor | None  # [N, k], of the row's top_ids, -inf at padding; None when k = 0
+
+
+def causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model under DDP, compile and PEFT wrappers."""
+    inner: Any = model
+    while True:
+        if hasattr(inner, "get_base_model"):  # PEFT
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP
+            inner = inner.module
+        elif hasattr(inner, "_orig_mod"):  # torch.compile
+            inner = inner._orig_mod
+        else:
+            return inner
+
+
+def install_packed_forward(model: nn.Module) -> nn.Module:
+    """Make `model(**row, temperature=t)` return a `PolicyOutput` (module docstring). Idempotent.
+
+    Args:
+        model: a transformers causal language model, or a PEFT model around one. Call it before DDP or FSDP wrap it.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ConfigError: a model without a decoder and a linear head, with an adapter on its head, or whose attention
+            cannot be switched to packed rows.
+    """
+    base = causal_model(model)
+    _output_head(base)
+    _decoder(base)
+    base.set_attn_implementation(PACKED_ATTENTION)
+    if base.config.get_text_config()._attn_implementation != PACKED_ATTENTION:
+        raise ConfigError(
+            f"{type(base).__name__} does not let its attention be switched, so it cannot be trained on packed rows.",
+            "Use a model whose code follows transformers' AttentionInterface.",
+        )
+    if "_unpacked_forward" not in base.__dict__:
+        base.__dict__["_unpacked_forward"] = base.forward
+        base.forward = types.MethodType(_dispatch(type(base).forward), base)
+    return model
+
+
+def _dispatch(original: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("target_positions") is None:
+            return self.__dict__["_unpacked_forward"](*args, **kwargs)
+        return _packed_forward(self, **kwargs)
+
+    # The signature that Trainer and PEFT look at. Not functools.wraps: accelerate unwraps a forward along
+    # `__wrapped__` and would put the class's own forward back.
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return forward
+
+
+def _packed_forward(
+    model: PreTrainedModel,
+    *,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    cu_seqlens: Tensor,
+    target_positions: Tensor,
+    target_ids: Tensor,
+    temperature: float,
+    top_ids: Tensor | None = None,
+    **_rest: Any,  # what only the loss reads, and the defaults that PEFT's forward adds
+) -> PolicyOutput:
+    plan = AttentionPlan.from_cu_seqlens(cu_seqlens)
+    hidden = _decoder(model)(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        # A four-dimensional mask is "already prepared" to transformers: without it, it would find the packed
+        # sequences again and build a [T, T] mask that the packed attention does not read.
+        attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
+        use_cache=False,
+        packed_attention=plan,
+    ).last_hidden_state
+    head = _output_head(model)
+    if top_ids is None:
+        top_ids = target_ids.new_empty((len(target_ids), 0))
+    logprobs, entropy, top = chunked_log_probs(
+        hidden[0].index_select(0, target_positions),
+        head.weight,
+        target_ids,
+        top_ids,
+        LogitTransform.from_config(model.config.get_text_config(), temperature),
+        bias=head.bias,
+    )
+    return PolicyOutput(logprobs, entropy, top if top_ids.shape[1] else None)
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model:
+        raise ConfigError(
+            f"{type(model).__name__} has no decoder under a language-model head.",
+            "Use a causal language model (AutoModelForCausalLM).",
+        )
+    return decoder
+
+
+def _output_head(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(
+            f"The head of {type(model).__name__} is {type(head).__name__}, not a plain linear layer.",
+            "An adapter on lm_head is not supported: leave it out of target_modules and modules_to_save.",
+        )
+    return head
+
+
+@torch.no_grad()
+def score_tokens(model: nn.Module, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probability of token i given the ones before it, for i = 1 .. n - 1, by the packed forward.
+
+    Used as the trainer's side of the weight-sync canary. Runs in eval mode and restores the mode.
+
+    Raises:
+        ValueError: fewer than two tokens.
+    """
+    if len(token_ids) < 2:
+        raise ValueError("score_tokens needs at least two tokens")
+    device = next(model.parameters()).device
+    ids = torch.tensor(token_ids, device=device)
+    n = len(token_ids)
+    was_training = model.training
+    model.eval()
+    try:
+        out: PolicyOutput = model(
+            input_ids=ids[None],
+            position_ids=torch.arange(n, device=device)[None],
+            cu_seqlens=torch.tensor([0, n], dtype=torch.int32, device=device),
+            target_positions=torch.arange(n - 1, device=device),
+            target_ids=ids[1:],
+            temperature=temperature,
+        )
+    finally:
+        model.train(was_training)
+    return out.logprobs.tolist()

@@ -1,0 +1,223 @@
+"""The two losses: score centering (default) and the clipped surrogate. Pure functions of flat tensors.
+
+At one trained position: p_v the trainer's probability of token v, q_v the sampler's, y the sampled token, A the
+advantage, r_v = p_v / q_v, and the masked importance weight w_v = r_v inside [clip_min, clip_max], else 0.
+
+    clipped    l = - min(r_y A, clamp(r_y, 1 - epsilon, 1 + epsilon_high) A)      where r_y is in range, else 0
+    centering  l = - A [ w_y log p_y - sum_{v in H} c_v log p_v ]                 w and c carry no gradient
+
+H are the sampler's top tokens. c_v depends on what is assumed of the tokens outside H (`score_centering_tail`):
+
+    head    nothing: the expectation runs over H only,   c_v = q_v w_v
+    model   q = rho p there, rho = (1 - sum_H q) / (1 - sum_H p); because sum_v p_v grad log p_v = 0 the tail folds
+            into the head,                               c_v = q_v w_v - alpha p_v,   alpha = rho w(1 / rho)
+
+Score centering: Marek and Ryabinin, arXiv 2609.20807. `model` is the default because on-policy (p = q) it vanishes,
+while `head` leaves a spurious gradient.
+
+The loss is the sum over trained tokens, masked ones included, divided by `normalizer`: the number of trained tokens
+of the micro-batch over all ranks. Ranks' losses therefore *add up* to the micro-batch's loss; under a wrapper that
+averages gradients over ranks (DDP, FSDP) multiply by the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models.forward import PolicyOutput
+from asyncgrpo_core.training.loss_sums import LossSums
+
+# Both tail masses are floored here before they are divided (loss.md): a head that covers everything has no tail.
+TAIL_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the loss reads from the config; names are the config's.
+
+    Raises:
+        ConfigError: bounds that exclude each other, a negative epsilon, or an unknown tail.
+    """
+
+    score_centering: bool = True
+    score_centering_tail: Literal["model", "head"] = "model"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None  # None means epsilon
+    clip_min: float = 0.5  # vllm_importance_sampling_clip_min
+    clip_max: float = 5.0  # vllm_importance_sampling_clip_max
+
+    def __post_init__(self) -> None:
+        if self.score_centering_tail not in ("model", "head"):
+            raise ConfigError(
+                f"score_centering_tail={self.score_centering_tail!r} is unknown.", "Set it to 'model' or 'head'."
+            )
+        if not 0 <= self.clip_min < self.clip_max:
+            raise ConfigError(
+                f"vllm_importance_sampling_clip_min={self.clip_min} and "
+                f"vllm_importance_sampling_clip_max={self.clip_max} leave no ratio to train on.",
+                "They need 0 <= min < max (defaults 0.5 and 5.0).",
+            )
+        for name, value in (("epsilon", self.epsilon), ("epsilon_high", self.epsilon_upper)):
+            if value < 0:
+                raise ConfigError(f"{name}={value} is negative.", f"Set {name} to 0 or more (default 0.2).")
+
+    @property
+    def epsilon_upper(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @classmethod
+    def from_config(cls, config: object) -> LossSettings:
+        """From an AsyncGRPOConfig."""
+        return cls(
+            score_centering=config.score_centering,  # type: ignore[attr-defined]
+            score_centering_tail=config.score_centering_tail,  # type: ignore[attr-defined]
+            epsilon=config.epsilon,  # type: ignore[attr-defined]
+            epsilon_high=config.epsilon_high,  # type: ignore[attr-defined]
+            clip_min=config.vllm_importance_sampling_clip_min,  # type: ignore[attr-defined]
+            clip_max=config.vllm_importance_sampling_clip_max,  # type: ignore[attr-defined]
+        )
+
+    def in_range(self, ratio: Tensor) -> Tensor:
+        return (ratio >= self.clip_min) & (ratio <= self.clip_max)
+
+    def weight(self, ratio: Tensor) -> Tensor:
+        """The masked importance weight of a ratio."""
+        return torch.where(self.in_range(ratio), ratio, torch.zeros_like(ratio))
+
+
+def async_grpo_loss(
+    policy: PolicyOutput, batch: Mapping[str, Tensor], settings: LossSettings, normalizer: float | Tensor
+) -> tuple[Tensor, LossSums]:
+    """The loss of one row and the sums behind its metrics.
+
+    Args:
+        policy: of the N trained tokens of the row.
+        batch: the row (`packing.PackedRow`): sampler_logprobs, advantages, sample_index, top_ids, top_logprobs.
+        settings: which loss.
+        normalizer: trained tokens of the micro-batch over all ranks, above 0.
+
+    Returns:
+        (loss, sums): a scalar with gradient, and detached per-row sums that ranks and micro-batches can add.
+
+    Raises:
+        ValueError: normalizer <= 0, or score centering without top log-probabilities.
+    """
+    if not float(normalizer) > 0:
+        raise ValueError(f"normalizer must be the number of trained tokens of the micro-batch, got {normalizer}")
+    logp = policy.logprobs
+    advantage = batch["advantages"].to(logp.dtype)
+    log_ratio = logp - batch["sampler_logprobs"].to(logp.dtype)
+    kept = settings.in_range(log_ratio.detach().exp())
+    if settings.score_centering:
+        if policy.top_logprobs is None:
+            raise ValueError("score centering needs the sampler's top tokens: pack rows with num_sampler_logprobs > 0")
+        valid = batch["top_ids"] >= 0
+        top_q = batch["top_logprobs"].to(logp.dtype)
+        per_token = _centered(logp, log_ratio, policy.top_logprobs, top_q, valid, advantage, settings)
+        sampler_mass = torch.where(valid, top_q, -torch.inf).exp().sum(dim=-1)
+    else:
+        per_token = _clipped(log_ratio, kept, advantage, settings)
+        sampler_mass = None
+    sums = _measure(log_ratio.detach(), kept, policy.entropy, sampler_mass, advantage, batch["sample_index"], settings)
+    return per_token.sum() / normalizer, sums
+
+
+def _clipped(log_ratio: Tensor, kept: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
+    # A masked token's ratio may overflow; exp(0) in its place keeps inf * 0 out of the backward pass.
+    ratio = torch.where(kept, log_ratio, torch.zeros_like(log_ratio)).exp()
+    clamped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon_upper)
+    surrogate = torch.minimum(ratio * advantage, clamped * advantage)
+    return torch.where(kept, -surrogate, torch.zeros_like(surrogate))
+
+
+def _centered(
+    logp: Tensor,
+    log_ratio: Tensor,
+    top_p: Tensor,
+    top_q: Tensor,
+    valid: Tensor,
+    advantage: Tensor,
+    settings: LossSettings,
+) -> Tensor:
+    weight = settings.weight(log_ratio.detach().exp())
+    coefficient = centering_coefficients(
+        top_p.detach(), top_q, valid, settings.weight, with_tail=settings.score_centering_tail == "model"
+    )
+    # `where`, because a padded entry's log-probability is -inf and 0 * -inf is not 0.
+    centre = (coefficient * torch.where(valid, top_p, torch.zeros_like(top_p))).sum(dim=-1)
+    return -advantage * (weight * logp - centre)
+
+
+@torch.no_grad()
+def centering_coefficients(
+    top_p: Tensor, top_q: Tensor, valid: Tensor, weight: Callable[[Tensor], Tensor], *, with_tail: bool
+) -> Tensor:
+    """c_v of the module docstring for every token of the head.
+
+    Args:
+        top_p, top_q: log-probabilities [N, k] of trainer and sampler.
+        valid: bool [N, k], False at padding (its coefficient is 0).
+        weight: f(r), elementwise; `LossSettings.weight` in training.
+        with_tail: True for `model`, False for `head`.
+    """
+    p = torch.where(valid, top_p, -torch.inf).exp()
+    q = torch.where(valid, top_q, -torch.inf).exp()
+    ratio = torch.where(valid, top_p - top_q, torch.zeros_like(top_p)).exp()
+    coefficient = q * weight(ratio)
+    if with_tail:
+        tail_p = (1 - p.sum(dim=-1, keepdim=True)).clamp_min(TAIL_FLOOR)
+        tail_q = (1 - q.sum(dim=-1, keepdim=True)).clamp_min(TAIL_FLOOR)
+        rho = tail_q / tail_p
+        coefficient = coefficient - rho * weight(1 / rho) * p
+    return torch.where(valid, coefficient, torch.zeros_like(coefficient))
+
+
+@torch.no_grad()
+def _measure(
+    log_ratio: Tensor,
+    kept: Tensor,
+    entropy: Tensor,
+    sampler_mass: Tensor | None,
+    advantage: Tensor,
+    sample_index: Tensor,
+    settings: LossSettings,
+) -> LossSums:
+    """The reference's sampling/*, clip_ratio/* and entropy of this row, as sums.
+
+    Ratios are taken before masking. With score centering nothing is clipped and clip_ratio/* count the tokens
+    outside the trust region by the same rule.
+    """
+    ratio, difference = log_ratio.exp(), log_ratio.abs()
+    low = (ratio < 1 - settings.epsilon) & (advantage < 0)
+    high = (ratio > 1 + settings.epsilon_upper) & (advantage > 0)
+    sums = LossSums()
+    sums.add_mean("sampling/sampling_logp_difference/mean", difference)
+    sums.add_max("sampling/sampling_logp_difference/max", difference)
+    sums.add_min("sampling/importance_sampling_ratio/min", ratio)
+    sums.add_mean("sampling/importance_sampling_ratio/mean", ratio)
+    sums.add_max("sampling/importance_sampling_ratio/max", ratio)
+    sums.add_mean("sampling/masked_mean", ~kept)
+    if sampler_mass is not None:
+        sums.add_mean("sampling/sampler_mass", sampler_mass)
+    sums.add_mean("entropy", entropy)
+    sums.add_mean("clip_ratio/region_mean", low | high)
+    sums.add_mean("clip_ratio/low_mean", low)
+    sums.add_min("clip_ratio/low_min", _fraction_per_sample(low, sample_index))
+    sums.add_mean("clip_ratio/high_mean", high)
+    sums.add_max("clip_ratio/high_max", _fraction_per_sample(high, sample_index))
+    return sums
+
+
+def _fraction_per_sample(flag: Tensor, sample_index: Tensor) -> Tensor:
+    """Share of flagged trained tokens of every sample that has trained tokens."""
+    size = int(sample_index.max()) + 1 if len(sample_index) else 0
+    count = torch.zeros(size, dtype=torch.float32, device=flag.device)
+    count.index_add_(0, sample_index, torch.ones_like(flag, dtype=torch.float32))
+    flagged = torch.zeros_like(count).index_add_(0, sample_index, flag.float())
+    return (flagged / count)[count > 0]
