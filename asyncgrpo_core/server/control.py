@@ -1,0 +1,301 @@
+"""The control side of a vLLM server's HTTP surface: state, pausing, weights, the canary. (Rollouts: generation.py.)
+
+What differs between vLLM 0.26 and 0.33 is kept here and in capabilities.py:
+
+- The routes are the same over these versions; only the modules behind them moved.
+- 0.26 reads a JSON body in /start_weight_update and answers 400 to an empty one; later ones ignore a body. So a body
+  is always sent.
+- /finish_weight_update takes {"weight_version"} only where the OpenAPI description says that it has a body.
+- /server_info?config_format=json and everything that pauses or writes exists only with VLLM_SERVER_DEV_MODE=1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.guard import GuardedProcess
+from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabilities
+
+_HEALTH_TIMEOUT_S = 5.0
+_INFO_TIMEOUT_S = 60.0  # /server_info collects the system's environment on its first call
+# vLLM closes idle connections after 5 s; a pool that keeps them as long would now and then write into a closed one.
+_KEEPALIVE_S = 2.0
+
+_DEV_ROUTES = frozenset(
+    [
+        "/pause",
+        "/resume",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/collective_rpc",
+        "/weight_checker",
+        "/get_world_size",
+        "/reset_prefix_cache",
+        "/server_info",
+    ]
+)
+
+
+class VLLMControl:
+    """One server, synchronously. Thread-safe; closes with `close()` or as a context manager.
+
+    Args:
+        base_url: e.g. "http://127.0.0.1:8000".
+        timeout_s: deadline of one call that pauses, resumes or moves weights.
+    """
+
+    def __init__(self, base_url: str, timeout_s: float = 1800.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.timeout_s = timeout_s
+        limits = httpx.Limits(max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE_S)
+        # trust_env=False: a proxy variable must not catch calls to a server on this host.
+        self._http = httpx.Client(base_url=self.base_url, limits=limits, trust_env=False)
+        self._served_model: str | None = None
+
+    def __enter__(self) -> VLLMControl:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # -- state
+
+    def is_healthy(self) -> bool:
+        """Whether /health answers 200 within a few seconds."""
+        try:
+            return self._http.get("/health", timeout=_HEALTH_TIMEOUT_S).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_until_ready(
+        self,
+        timeout_s: float,
+        process: GuardedProcess | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Wait until the server is healthy.
+
+        Args:
+            timeout_s: seconds to wait at most.
+            process: the server's process when it is ours; its end ends the wait.
+            on_progress: called every few seconds with a line of text.
+
+        Raises:
+            ServerError: not healthy in time, or its process ended.
+        """
+        start = time.monotonic()
+        next_progress = start + 5.0
+        while not self.is_healthy():
+            waited = time.monotonic() - start
+            if process is not None and (code := process.poll()) is not None:
+                raise ServerError(
+                    f"The vLLM server process ended (exit code {code}) before it was ready.",
+                    f"Its log is {process.log_path}.",
+                )
+            if waited > timeout_s:
+                raise ServerError(
+                    f"No healthy vLLM server answers at {self.base_url} (waited {timeout_s:.0f} s).",
+                    "Start it, or correct the URL (vllm_server_base_url, or server.url in a run's config).",
+                )
+            if on_progress is not None and time.monotonic() > next_progress:
+                next_progress += 5.0
+                on_progress(f"waiting for the vLLM server at {self.base_url}, {waited:.0f} s")
+            time.sleep(0.25)
+
+    def capabilities(self) -> ServerCapabilities:
+        """Ask the server what it is and what it has.
+
+        Raises:
+            ServerError: it does not answer, or is no vLLM server.
+        """
+        openapi = self._call("GET", "/openapi.json", timeout_s=_INFO_TIMEOUT_S)
+        info = None
+        if "/server_info" in openapi.get("paths", {}):
+            info = self._call("GET", "/server_info", params={"config_format": "json"}, timeout_s=_INFO_TIMEOUT_S)
+        return parse_capabilities(
+            version=self._call("GET", "/version", timeout_s=_INFO_TIMEOUT_S),
+            openapi=openapi,
+            models=self._call("GET", "/v1/models", timeout_s=_INFO_TIMEOUT_S),
+            server_info=info,
+        )
+
+    def world_size(self) -> int:
+        """Processes of the server that hold weights, over tensor, pipeline and data parallelism."""
+        return int(self._call("GET", "/get_world_size")["world_size"])
+
+    # -- pausing
+
+    def pause(self, mode: str = "keep", clear_cache: bool = True) -> None:
+        """Stop scheduling and return when the device is idle.
+
+        Args:
+            mode: "keep" freezes running requests until `resume`, "wait" lets them finish, "abort" ends them.
+            clear_cache: drop keys and values, also those of frozen requests, which are computed anew after
+                `resume`; False keeps them.
+        """
+        self._call("POST", "/pause", params={"mode": mode, "clear_cache": str(clear_cache).lower()})
+
+    def resume(self) -> None:
+        """Go on scheduling, frozen requests included."""
+        self._call("POST", "/resume")
+
+    def is_paused(self) -> bool:
+        """Whether the scheduler is paused."""
+        return bool(self._call("GET", "/is_paused")["is_paused"])
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached prefixes. False when blocks are still held by running requests."""
+        params = {"reset_running_requests": str(reset_running_requests).lower()}
+        reply = self._call("POST", "/reset_prefix_cache", params=params)
+        return bool(reply.get("success", True)) if isinstance(reply, dict) else True
+
+    # -- weights
+
+    def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        """Set the transfer engine up with its backend's own `info`."""
+        self._call("POST", "/init_weight_transfer_engine", json={"init_info": info})
+
+    def start_weight_update(self) -> None:
+        """Open an update of weights in checkpoint format."""
+        self._call("POST", "/start_weight_update", json={"is_checkpoint_format": True})
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        """Have the server take weights, as its backend's `info` says; returns when they are in."""
+        self._call("POST", "/update_weights", json={"update_info": info})
+
+    def finish_weight_update(self, version: str | None = None) -> None:
+        """Close an update; `version` is reported with every token from now on (ignored by an older vLLM)."""
+        self._call("POST", "/finish_weight_update", json={} if version is None else {"weight_version": version})
+
+    def weight_checker(self, action: str = "checksum", baseline: dict[str, str] | None = None) -> dict[str, Any]:
+        """Checksums of the server's tensors ("checksum"), or their comparison with a `baseline` ("compare")."""
+        body: dict[str, Any] = {"action": action}
+        if baseline is not None:
+            body["baseline"] = baseline
+        return self._call("POST", "/weight_checker", json=body)
+
+    def collective_rpc(
+        self,
+        method: str,
+        args: list[str] | None = None,
+        kwargs: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a worker method by name in every process; results in rank order (strings unless dict, list, None)."""
+        body = {"method": method, "args": args or [], "kwargs": kwargs or {}, "timeout": timeout_s}
+        reply = self._call("POST", "/collective_rpc", json=body)
+        return reply["results"] if isinstance(reply, dict) else []
+
+    # -- canary
+
+    def prompt_logprobs(
+        self, token_ids: list[int], *, model: str | None = None, timeout_s: float | None = None
+    ) -> list[float]:
+        """Log-probability of each token after the first, given the ones before it: n - 1 values for n tokens.
+
+        These are of the model's own distribution: temperature, top-k and top-p do not touch prompt tokens in any
+        logprobs mode. A request for prompt log-probabilities never reads the prefix cache, in every supported
+        vLLM (it would lack logits for the cached part), so stale keys and values cannot answer for new weights.
+        The server must not be paused: a paused one answers only after `resume`.
+
+        Args:
+            token_ids: at least two token ids.
+            model: served name or adapter; None: the server's first.
+            timeout_s: deadline; None: this client's.
+        """
+        if len(token_ids) < 2:
+            raise ValueError(f"prompt_logprobs needs at least two tokens, got {len(token_ids)}")
+        body = {
+            "model": model or self._first_model(),
+            "prompt": token_ids,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        reply = self._call("POST", "/v1/completions", json=body, timeout_s=timeout_s)
+        rows = reply["choices"][0]["prompt_logprobs"]
+        return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+
+    def _first_model(self) -> str:
+        if self._served_model is None:
+            self._served_model = self._call("GET", "/v1/models", timeout_s=_INFO_TIMEOUT_S)["data"][0]["id"]
+        return self._served_model
+
+    # -- the one place that talks
+
+    def _call(
+        self,
+        method: str,
+        route: str,
+        *,
+        json: Any = None,
+        params: dict[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """One request; the decoded JSON reply, or None for an empty one."""
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        timeout = httpx.Timeout(limit, connect=min(limit, 10.0))
+        try:
+            response = self._http.request(method, route, json=json, params=params, timeout=timeout)
+        except httpx.TimeoutException as error:
+            raise ServerError(
+                f"{self.base_url} did not answer {method} {route} within {limit:g} s.",
+                "Look at the server's log; raise vllm_server_timeout if it was still working.",
+            ) from error
+        except httpx.TransportError as error:
+            raise ServerError(
+                f"{self.base_url} cannot be reached for {method} {route}: {error}.",
+                "Start the vLLM server, or correct the URL (vllm_server_base_url, or server.url in a run's config).",
+            ) from error
+        if response.status_code != 200:
+            raise self._refusal(method, route, response)
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServerError(
+                f"{self.base_url} answered {method} {route} with something that is not JSON: {response.text[:200]!r}.",
+                "Check that a vLLM server listens there.",
+            ) from error
+
+    def _refusal(self, method: str, route: str, response: httpx.Response) -> ServerError:
+        status = response.status_code
+        message = f"The vLLM server at {self.base_url} answered {status} to {method} {route}: {_error_text(response)}"
+        if status in (404, 405) and route in _DEV_ROUTES:
+            return ServerError(message, f"{route} needs VLLM_SERVER_DEV_MODE=1 in the server's environment.")
+        if status >= 500 and route == "/init_weight_transfer_engine":
+            return ServerError(
+                message,
+                "Start the server with --weight-transfer-config and the backend of this run, "
+                'e.g. --weight-transfer-config \'{"backend": "nccl"}\'.',
+            )
+        if status >= 500:
+            return ServerError(message, "The reason is in the server's log.")
+        return ServerError(message)
+
+
+def _error_text(response: httpx.Response) -> str:
+    """The server's own words, out of the shapes that vLLM and FastAPI wrap them in."""
+    try:
+        body = response.json()
+    except ValueError:
+        return response.text.strip()[:1000] or "(empty reply)"
+    if isinstance(body, dict):
+        for key in ("error", "detail", "message"):
+            value = body.get(key)
+            if isinstance(value, dict) and "message" in value:
+                return str(value["message"])[:1000]
+            if value:
+                return str(value)[:1000]
+    return str(body)[:1000]

@@ -1,0 +1,116 @@
+"""The `server` section of a run's config: an existing vLLM server, or how to start one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+# Flags that this project sets itself: giving them as extra arguments would contradict the setting of that name.
+_OWN_FLAGS = {
+    "--model": "model.path",
+    "--served-model-name": "model.path",
+    "--host": "server.host",
+    "--port": "server.port",
+    "--dtype": "server.dtype",
+    "--load-format": "server.load_format",
+    "--max-model-len": "server.max_model_len",
+    "--max-logprobs": "server.max_logprobs",
+    "--max-num-seqs": "server.max_num_seqs",
+    "--max-num-batched-tokens": "server.max_num_batched_tokens",
+    "--api-server-count": "server.api_server_count",
+    "--gpu-memory-utilization": "server.gpu_memory_utilization",
+    "--enforce-eager": "server.enforce_eager",
+    "--enable-scale-out": "server.token_route",
+    "--enable-lora": "server.enable_lora",
+    "--weight-transfer-config": "training.weight_sync_backend",
+    "--logprobs-mode": "no setting: it has to be processed_logprobs",
+}
+
+
+class ServerConfig(BaseModel):
+    """Where rollouts are generated. With `url` the other fields are not used: that server has its own flags."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str | None = Field(
+        None, description="Base URL of a server that already runs, e.g. http://host:8000. None starts one."
+    )
+    python: str | None = Field(
+        None,
+        description="Interpreter of another environment that holds vLLM; this package must be importable there "
+        "(its plugin registers the weight transfer). None: the interpreter that runs this.",
+    )
+    host: str = Field("127.0.0.1", description="Address the started server listens on.")
+    port: int | None = Field(None, ge=1, le=65535, description="Its port. None takes a free one.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Most tokens in a sequence, prompt and completion. None: what the config needs."
+    )
+    max_logprobs: int | None = Field(
+        None, ge=1, description="Most log-probabilities per token. None: num_sampler_logprobs, at least 20."
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = Field(
+        None, description="Type of the serving copy. None: the trainer's."
+    )
+    load_format: Literal["dummy", "auto"] = Field(
+        "dummy",
+        description="'dummy' starts with random weights: the first sync is proved to replace them, and a sync that "
+        "does nothing cannot hide. 'auto' loads the model folder.",
+    )
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="Share of GPU memory for vLLM; None: vLLM's own. Not used on a CPU."
+    )
+    kv_cache_gib: int = Field(1, ge=1, description="Memory for keys and values on a CPU server, GiB.")
+    omp_threads: int | None = Field(
+        None, ge=1, description="OpenMP threads of a CPU server. None: a quarter of the cores, at least one."
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="Most sequences decoded together. None: vLLM's own on a GPU, at most 64 on a CPU."
+    )
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="Most tokens in one engine step. None: vLLM's own on a GPU; see command.py for a CPU."
+    )
+    api_server_count: int | None = Field(
+        None, ge=1, description="HTTP front processes. None: half the cores, at most 8, on a GPU host; 1 on a CPU."
+    )
+    enforce_eager: bool | None = Field(
+        None, description="No compilation and no CUDA graphs. None: True on a CPU, False on a GPU."
+    )
+    token_route: bool = Field(
+        True, description="Pass --enable-scale-out (token-in-token-out, versions per token). False for vLLM < 0.28."
+    )
+    enable_lora: bool = Field(False, description="Serve LoRA adapters, so that a sync sends only the adapter.")
+    extra_args: list[str] = Field(default_factory=list, description="More arguments for vLLM, passed as they are.")
+    env: dict[str, str] = Field(default_factory=dict, description="More environment variables for the server.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Seconds from start to healthy before giving up.")
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(
+                f"server.url is {value!r}; it has to start with http:// or https://, e.g. http://localhost:8000"
+            )
+        return value.rstrip("/")
+
+    @field_validator("extra_args")
+    @classmethod
+    def _check_extra_args(cls, value: list[str]) -> list[str]:
+        for argument in value:
+            flag = argument.split("=", 1)[0]
+            if flag in _OWN_FLAGS:
+                raise ValueError(
+                    f"server.extra_args holds {flag}, which this project sets itself; use {_OWN_FLAGS[flag]}"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _check_url_alone(self) -> ServerConfig:
+        if self.url is not None and self.port is not None:
+            raise ValueError(
+                f"server.url is {self.url!r} and server.port is {self.port}; a port belongs to a server that is "
+                "started here: remove one of the two"
+            )
+        return self
