@@ -199,6 +199,7 @@ class SampleSource:
         self.window.add(counter, 1)
         self.allowance.consumed += sample.sequence.num_tokens
         self._regenerate(self.book.sample_dropped(sample, reason))
+        self.ledger.write(self.book.drain_rows())
         self.worker.set_allowance(self.allowance.value)
 
     def _regenerate(self, request: tuple[Slot, int] | None) -> None:

@@ -1,0 +1,217 @@
+"""From buffer to rows: staleness, oversize, stop, starvation, token allowance (F017, F019, F027, F081, F088, F107, F108)."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from asyncgrpo_core.errors import RolloutError
+from asyncgrpo_core.ledger import LedgerWriter
+from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.rollout.buffer import SampleBuffer
+from asyncgrpo_core.slots import SlotBook
+from asyncgrpo_core.training.source import SampleSource, TokenAllowance
+from asyncgrpo_core.types import Slot
+from tests.unit.samples import make_record, make_sample
+
+
+class Worker:
+    """Records what the source tells it; `flying` is its number of requests in flight."""
+
+    def __init__(self):
+        self.allowances, self.checks, self.flying, self.error = [], 0, 0, None
+
+    def check(self):
+        self.checks += 1
+        if self.error:
+            raise self.error
+
+    def in_flight(self):
+        return self.flying
+
+    def set_allowance(self, tokens):
+        self.allowances.append(tokens)
+
+
+class Rig:
+    def __init__(self, path, *, token_budget=10, max_staleness=4, num_rows=100, regenerate=True):
+        self.buffer = SampleBuffer(path / "buffer")
+        self.book = SlotBook(num_rows=num_rows, regenerate=regenerate)
+        self.ledger = LedgerWriter(path / "ledger.sqlite", num_rows=num_rows)
+        self.window, self.worker = MetricWindow(), Worker()
+        self.version, self.stop = 0, lambda: False
+        self.allowance = TokenAllowance(max_staleness=max_staleness, step_tokens=token_budget)
+        self.source = SampleSource(
+            buffer=self.buffer,
+            book=self.book,
+            ledger=self.ledger,
+            window=self.window,
+            worker=self.worker,
+            allowance=self.allowance,
+            token_budget=token_budget,
+            max_staleness=max_staleness,
+            version=lambda: self.version,
+            should_stop=lambda: self.stop(),
+        )
+
+    def put(self, *records):
+        for record in records:
+            self.buffer.put(record)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    made = []
+
+    def make(**kwargs):
+        made.append(Rig(tmp_path, **kwargs))
+        return made[-1]
+
+    yield make
+    for r in made:
+        r.ledger.close()
+
+
+def ids(step):
+    return [[s.sample_id for s in row] for microbatch in step for row in microbatch.rows]
+
+
+def test_rows_fill_up_to_the_token_budget_in_arrival_order(rig):
+    r = rig(token_budget=10)  # two samples of five tokens
+    r.put(make_record(0), make_record(1), make_record(2))
+    assert ids(r.source.next_step(1)) == [["s0-0-0-0", "s0-0-0-1"]]
+    assert ids(r.source.next_step(1)) == [["s0-1-0-0", "s0-1-0-1"]]
+
+
+def test_f021_a_step_has_one_row_per_accumulation(rig):
+    r = rig(token_budget=5)
+    r.put(make_record(0), make_record(1))
+    step = r.source.next_step(3)
+    assert ids(step) == [["s0-0-0-0"], ["s0-0-0-1"], ["s0-1-0-0"]]
+
+
+def test_f027_dropped_groups_leave_the_step_full(rig):
+    r = rig(token_budget=10)
+    r.put(make_record(0, outcome="zero_std"), make_record(1), make_record(2, outcome="zero_std"), make_record(3))
+    assert sum(len(row) for row in ids(r.source.next_step(1))) == 2
+
+
+def test_f019_f081_a_sample_more_than_max_staleness_behind_is_dropped_and_counted(rig):
+    r = rig(token_budget=10, max_staleness=2)
+    r.version = 5
+    r.put(make_record(0, version=2), make_record(1, version=3), make_record(2, version=4))
+    assert ids(r.source.next_step(1)) == [["s0-1-0-0", "s0-1-0-1"]]
+    assert r.window.reduce()["sample/dropped_stale_count"] == 2
+
+
+def test_staleness_is_judged_again_for_a_sample_left_over_from_the_previous_row(rig):
+    r = rig(token_budget=10, max_staleness=0)
+    r.put(make_record(0), make_record(1), make_record(2, version=1), make_record(3, version=1))
+    r.source.next_step(1)
+    r.version = 1  # a sync happened: record 1, pulled under version 0, is now one behind
+    assert ids(r.source.next_step(1)) == [["s0-2-0-0", "s0-2-0-1"]]
+
+
+def test_a_wholly_stale_group_is_asked_to_be_generated_again(rig):
+    r = rig(token_budget=10, max_staleness=0)
+    r.version = 1
+    r.put(make_record(0), make_record(1, version=1), make_record(2, version=1))
+    r.source.next_step(1)
+    assert r.buffer.take_regenerations() == [(Slot(0, 0, 0), 1)]
+
+
+def test_without_regeneration_a_stale_group_is_dropped_at_once(rig):
+    r = rig(token_budget=10, max_staleness=0, regenerate=False)
+    r.version = 1
+    r.put(make_record(0), make_record(1, version=1), make_record(2, version=1))
+    r.source.next_step(1)
+    assert r.buffer.take_regenerations() == []
+    r.ledger.flush()
+    with sqlite3.connect(r.ledger.path) as db:
+        assert db.execute("select state, reason from slots where row = 0").fetchall() == [("dropped", "stale")]
+
+
+def test_f088_a_sample_longer_than_the_budget_is_dropped_with_a_warning(rig, caplog):
+    r = rig(token_budget=10)
+    r.put(make_record(0, samples=2, completion_tokens=8), make_record(1), make_record(2))
+    assert ids(r.source.next_step(1)) == [["s0-1-0-0", "s0-1-0-1"]]
+    assert r.window.reduce()["batch/dropped_oversize_count"] == 2
+    assert "token_budget=10" in caplog.text
+
+
+def test_a_stop_while_waiting_puts_everything_back_in_order(rig):
+    r = rig(token_budget=10)
+    r.put(make_record(0), make_record(1, samples=1))
+    r.stop = lambda: True
+    assert r.source.next_step(2) is None
+    assert [s.sample_id for s in r.source.pending] == ["s0-0-0-0", "s0-0-0-1", "s0-1-0-0"]
+
+
+def test_errors_of_the_worker_end_the_wait(rig, monkeypatch):
+    monkeypatch.setattr("asyncgrpo_core.training.source._CHECK_EVERY_S", 0.0)
+    r = rig()
+    r.worker.error = RolloutError("the worker died")
+    with pytest.raises(RolloutError, match="the worker died"):
+        r.source.next_step(1)
+
+
+def test_a_trainer_that_starves_beside_an_idle_worker_grants_one_row(rig, monkeypatch):
+    # max_staleness 1 and a last step smaller than the budget: the worker stands at its allowance, and the row
+    # lacks one sample. Without the grant both wait for ever.
+    monkeypatch.setattr("asyncgrpo_core.training.source._STARVED_AFTER_S", 0.0)
+    r = rig(token_budget=10, max_staleness=1)
+    r.put(make_record(0, samples=1))
+    polls = iter(range(6))
+    r.stop = lambda: next(polls, None) is None
+    assert r.source.next_step(1) is None
+    assert r.worker.allowances == [20]  # one step of 10, and one row granted, once
+
+
+def test_no_grant_while_requests_are_in_flight(rig, monkeypatch):
+    monkeypatch.setattr("asyncgrpo_core.training.source._STARVED_AFTER_S", 0.0)
+    r = rig(token_budget=10, max_staleness=1)
+    r.worker.flying = 3
+    polls = iter(range(6))
+    r.stop = lambda: next(polls, None) is None
+    r.source.next_step(1)
+    assert r.worker.allowances == []
+
+
+def test_f107_f108_allowance_by_hand():
+    allowance = TokenAllowance(max_staleness=4, step_tokens=2048)
+    assert allowance.value == 8192  # before the first step every row is full
+    allowance.consumed, allowance.step_tokens = 1900, 1900
+    assert allowance.value == 1900 + 4 * 1900
+    assert TokenAllowance(max_staleness=0, step_tokens=100).value == 100
+    # 600 tokens came from a checkpoint: using them up must not let the worker run further ahead
+    assert TokenAllowance(max_staleness=2, step_tokens=100, preloaded=600, consumed=600).value == 200
+
+
+def test_f107_a_finished_step_raises_the_allowance_by_what_it_used(rig):
+    r = rig(token_budget=10, max_staleness=2)
+    r.put(make_record(0), make_record(1))
+    step = r.source.next_step(1)
+    r.source.finish_step(step, 1)
+    assert r.worker.allowances[-1] == 10 + 2 * 10
+
+
+def test_preloaded_samples_come_first_and_do_not_count_as_produced(rig):
+    r = rig(token_budget=10)
+    preloaded = [make_sample(7, rollout=i) for i in range(2)]
+    r.book.apply(make_record(7))
+    r.source.preload(preloaded)
+    r.put(make_record(8))
+    assert r.allowance.value == 4 * 10 - 10
+    assert ids(r.source.next_step(1)) == [["s0-7-0-0", "s0-7-0-1"]]
+
+
+def test_a_trained_step_reaches_the_ledger(rig):
+    r = rig(token_budget=10)
+    r.put(make_record(0), make_record(1))
+    r.source.finish_step(r.source.next_step(1), 3)
+    r.ledger.flush()
+    with sqlite3.connect(r.ledger.path) as db:
+        trained = db.execute("select sample_id, step from trainings order by 1").fetchall()
+        assert trained == [("s0-0-0-0", 3), ("s0-0-0-1", 3)]
+        assert db.execute("select state from slots where row = 0").fetchone() == ("trained",)
