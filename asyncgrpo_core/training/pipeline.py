@@ -65,14 +65,14 @@ class PolicyLink:
     """How the pipeline reaches the policy that is being trained, without knowing torch.
 
     parameters: the current weights under Hugging Face names; score: the trainer's log-probabilities of
-    tokens 1..n-1 of a canary; canary_ids: that canary.
+    tokens 1..n-1 of a canary; canary_ids: that canary; dtype and device: torch's own names.
     """
 
     parameters: Callable[[], Iterable[tuple[str, Any]]]
     score: Callable[[list[int]], list[float]]
     canary_ids: list[int]
     dtype: str
-    on_cpu: bool
+    device: str
 
 
 class Pipeline:
@@ -135,6 +135,8 @@ class Pipeline:
             verify_sync_every=self.args.verify_sync_every,
             kv_after_sync=self.args.kv_after_sync,
             timeout_s=self.args.vllm_server_timeout,
+            trainer_dtype=policy.dtype,
+            trainer_device=policy.device,
         )
         report = self.publisher.publish(self.policy_version, verify=True)
         logger.info(

@@ -24,7 +24,7 @@ def policy_link(trainer: AsyncGRPOTrainer) -> PolicyLink:
         score=lambda ids: _score(trainer, ids),
         canary_ids=canary_tokens(trainer),
         dtype=str(dtype).removeprefix("torch."),
-        on_cpu=trainer.args.device.type == "cpu",
+        device=trainer.args.device.type,
     )
 
 

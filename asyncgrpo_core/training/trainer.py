@@ -28,6 +28,7 @@ from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.training.callbacks import PipelineCallback
 from asyncgrpo_core.training.checkpoint import load_rollout_state, resolve_resume, save_rollout_state
 from asyncgrpo_core.training.clock import StepClock
+from asyncgrpo_core.training.completions import format_completions
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_funcs
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
@@ -289,6 +290,9 @@ class AsyncGRPOTrainer(Trainer):
         """Add the window's metrics to a training log (reference, 'Logged metrics')."""
         if "loss" in logs:
             logs = {**logs, "num_tokens": float(self.pipeline.counters.num_tokens), **self.window.reduce()}
+            if self.args.log_completions and self._step is not None and self.is_world_process_zero():
+                count = self.args.num_completions_to_print
+                print(format_completions(self._step, self.processing_class, self.state.global_step, count), flush=True)
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model, trial) -> None:

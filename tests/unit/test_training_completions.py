@@ -1,0 +1,33 @@
+"""`log_completions` prints what was trained (F214)."""
+
+from __future__ import annotations
+
+from asyncgrpo_core.packing.planner import RowPlanner
+from asyncgrpo_core.training.completions import format_completions
+from tests.unit.samples import make_sample
+
+
+class Words:
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(f"w{i}" for i in ids)
+
+
+def step(n):
+    planner = RowPlanner(100)
+    for i in range(n):
+        planner.add(make_sample(i, reward=i / 2, advantage=-1.0 if i else 1.0))
+    return [planner.flush()]
+
+
+def test_f214_prompt_completion_reward_and_advantage_are_shown():
+    text = format_completions(step(2), Words(), 7, None)
+    assert text.splitlines()[0] == "step 7: 2 of 2 samples"
+    assert "'w1 w2 w3' -> 'w4 w5'" in text
+    assert "0.500" in text and "-1.000" in text
+
+
+def test_f214_the_number_of_printed_completions_is_bounded():
+    text = format_completions(step(5), Words(), 7, 2)
+    assert text.splitlines()[0] == "step 7: 2 of 5 samples"
+    assert len(text.splitlines()) == 2 + 2
