@@ -1,0 +1,344 @@
+"""Runs the groups of an AsyncRolloutLoop: four kinds of task on one event loop.
+
+    dispatch   takes regenerations and prompts, starts a group when the token allowance and the gate have room;
+               freed by ended groups, by the trainer raising the allowance
+    groups     one task per group: its rollouts at once, each through the gate; then into the score queue
+    scorers    take groups from the score queue, many at once; write the group's record to the buffer
+    clocks     heartbeat, /metrics poll, report
+
+The first task that ends, even cleanly, ends the run; only the heartbeat ends cleanly, when the trainer says stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncgrpo_core.errors import RolloutError, ServerError
+from asyncgrpo_core.rollout.admission import RolloutGate, TokenAdmission
+from asyncgrpo_core.rollout.assemble import FinishedGroup, FinishedRollout, ended_record, make_group
+from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext, current_rollout
+from asyncgrpo_core.rollout.group_metrics import generation_events
+from asyncgrpo_core.rollout.load_control import POLL_EVERY_S, ConcurrencyCap
+from asyncgrpo_core.rollout.prompts import check_prompt, open_prompts
+from asyncgrpo_core.rollout.reconcile import reconcile
+from asyncgrpo_core.rollout.scoring import GroupScorer
+from asyncgrpo_core.server.generation import RequestRejectedError
+from asyncgrpo_core.server.load import parse_metrics
+from asyncgrpo_core.types import GroupRecord, Rollout, Slot
+
+if TYPE_CHECKING:
+    from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
+
+logger = logging.getLogger(__name__)
+
+_WAKE_EVERY_S = 0.02  # the trainer's shared values have no way to wake us
+_REGENERATIONS_EVERY_S = 0.25
+_HEARTBEAT_EVERY_S = 0.2
+_REPORT_EVERY_S = 1.0
+# A server that has answered nothing for this long while groups fail is down, not busy.
+_SILENT_SERVER_S = 120.0
+
+
+@dataclass
+class _Origin:
+    """Where a running group comes from; `version` is set when its first rollout starts."""
+
+    slot: Slot
+    generation: int
+    group_id: int
+    version: int | None = None
+
+
+class GroupPipeline:
+    """One run of a loop; see the module's picture."""
+
+    def __init__(self, loop: AsyncRolloutLoop, should_stop: Callable[[], bool]) -> None:
+        config = loop.config
+        self._loop = loop
+        self._should_stop = should_stop
+        self._prompts = open_prompts(
+            loop.dataset,
+            config.seed,
+            config.train_sampling_strategy,
+            start_index=loop.dataset_start_index,
+            resume_state=loop.resume_state,
+        )
+        self._admission = TokenAdmission(loop.token_allowance.value)
+        self._cap = ConcurrencyCap(config.max_concurrent_rollouts, loop.max_model_len)
+        self._gate = RolloutGate(config.max_concurrent_rollouts)
+        self._scorer = GroupScorer(loop.reward_funcs)
+        self._score_queue: asyncio.Queue[FinishedGroup] = asyncio.Queue(loop.score_queue_maxsize)
+        self._regenerations: deque[tuple[Slot, int]] = deque()
+        self._regenerations_read_at = 0.0
+        self._dispatched: list[tuple[Slot, int]] = []
+        self._groups: set[asyncio.Task[None]] = set()
+        self._group_error: asyncio.Future[None] | None = None
+        self._next_group_id = 0
+        self._rejected_in_a_row = 0
+        self._last_answer = time.monotonic()
+        self._preemptions: float | None = None
+        self._eos = frozenset(loop.eos_token_ids)
+        self._changed = asyncio.Event()
+        self._last_put = time.monotonic()
+
+    async def run(self) -> None:
+        """Run until the trainer says stop. Raises the first error of any task."""
+        self._group_error = asyncio.get_running_loop().create_future()
+        await self._poll_load()  # the cap must hold before the first request
+        heartbeat = asyncio.create_task(self._heartbeat())
+        tasks = [
+            heartbeat,
+            asyncio.create_task(self._dispatch()),
+            asyncio.create_task(self._poll_loop()),
+            asyncio.create_task(self._report_loop()),
+            *(asyncio.create_task(self._score_loop()) for _ in range(max(1, self._loop.score_queue_maxsize))),
+        ]
+        try:
+            done, _ = await asyncio.wait([*tasks, self._group_error], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if heartbeat not in done:
+                raise RolloutError("A task of the rollout loop ended on its own.", "This is a bug; please report it.")
+        finally:
+            await _cancel([*tasks, *self._groups])
+            if not self._group_error.done():
+                self._group_error.cancel()
+
+    def close(self) -> None:
+        self._scorer.close()
+
+    # dispatch
+
+    async def _dispatch(self) -> None:
+        while True:
+            await self._wait_for_room()
+            self._read_regenerations()
+            if self._regenerations:
+                slot, generation = self._regenerations.popleft()
+                row = self._prompts.row(slot)
+            else:
+                slot, row = next(self._prompts)
+                generation = 0
+                if not self._admit_prompt(slot, row):
+                    await asyncio.sleep(0)
+                    continue
+            self._start_group(slot, generation, row)
+
+    def _read_regenerations(self) -> None:
+        now = time.monotonic()
+        if now - self._regenerations_read_at < _REGENERATIONS_EVERY_S:
+            return
+        self._regenerations_read_at = now
+        asked = self._loop.rollout_buffer.take_regenerations()
+        if asked:
+            # oldest first: a long rollout that went stale must not be put off behind newer ones
+            order = sorted([*self._regenerations, *asked], key=lambda item: (item[0].epoch, item[0].position))
+            self._regenerations = deque(order)
+
+    def _admit_prompt(self, slot: Slot, row: dict[str, Any]) -> bool:
+        if self._loop.filter_prompt(slot.row, row, slot.epoch):
+            self._rejected_in_a_row = 0
+            return True
+        self._rejected_in_a_row += 1
+        self._dispatched.append((slot, 0))
+        self._put(GroupRecord(outcome="filtered", slot=slot))
+        per_epoch = self._prompts.prompts_per_epoch
+        if per_epoch is not None and self._rejected_in_a_row >= per_epoch:
+            raise RolloutError(
+                f"filter_prompt rejected all {per_epoch} prompts of an epoch (up to epoch {slot.epoch}); "
+                "no batch can reach the trainer after that.",
+                "Loosen filter_prompt or end the run earlier (num_train_epochs, max_steps).",
+            )
+        return False
+
+    async def _wait_for_room(self) -> None:
+        waited_from: float | None = None
+        while True:
+            self._admission.allowance = self._loop.token_allowance.value
+            if not self._admission.may_start():
+                if waited_from is None and not self._admission.probing:
+                    waited_from = time.monotonic()
+            elif self._gate.has_room:
+                break
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), _WAKE_EVERY_S)
+            except TimeoutError:
+                continue
+        if waited_from is not None:
+            self._loop.metrics_queue.record("rollout/backpressure_s", time.monotonic() - waited_from)
+
+    def _start_group(self, slot: Slot, generation: int, row: dict[str, Any]) -> None:
+        if not isinstance(row, dict) or "prompt" not in row:
+            columns = sorted(row) if isinstance(row, dict) else type(row).__name__
+            raise RolloutError(
+                f'Dataset row {slot.row} has no "prompt" (it has {columns}).', 'Give the dataset a "prompt" column.'
+            )
+        check_prompt(row["prompt"], slot.row)
+        origin = _Origin(slot, generation, self._next_group_id)
+        self._next_group_id += 1
+        self._admission.group_started()
+        self._dispatched.append((slot, generation))
+        task = asyncio.create_task(self._run_group(origin, row))
+        self._groups.add(task)
+        task.add_done_callback(self._group_done)
+
+    def _group_done(self, task: asyncio.Task[None]) -> None:
+        self._groups.discard(task)
+        self._changed.set()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._group_error is not None and not self._group_error.done():
+            self._group_error.set_exception(error)
+
+    # one group
+
+    async def _run_group(self, origin: _Origin, row: dict[str, Any]) -> None:
+        shared = FirstPrompt(row["prompt"])
+        tasks = [
+            asyncio.create_task(self._run_rollout(origin, index, shared))
+            for index in range(self._loop.config.num_generations)
+        ]
+        try:
+            rollouts = await asyncio.gather(*tasks)
+        except RequestRejectedError:
+            raise
+        except ServerError as error:
+            await _cancel(tasks)
+            self._fail(origin, error)
+            return
+        finally:
+            await _cancel(tasks)
+        group = make_group(row, rollouts, origin.version or 0, origin.group_id, origin.slot.row)
+        finished = FinishedGroup(origin.slot, origin.generation, group, rollouts)
+        self._admission.group_generated(finished.forwarded_tokens)
+        self._changed.set()
+        finished.events = generation_events(
+            [r.rollout for r in rollouts], [r.reconciled for r in rollouts], [r.duration_s for r in rollouts], self._eos
+        )
+        blocked_from = time.monotonic()
+        finished.group.queued_at = blocked_from
+        await self._score_queue.put(finished)
+        self._loop.metrics_queue.record("rollout/score_block_s", time.monotonic() - blocked_from)
+
+    async def _run_rollout(self, origin: _Origin, index: int, shared: FirstPrompt) -> FinishedRollout:
+        loop = self._loop
+        async with self._gate:
+            if origin.version is None:
+                origin.version = loop.model_version_value.value
+            started = time.monotonic()
+            current_rollout.set(RolloutContext(origin.slot, origin.generation, index, shared))
+            rollout = await loop.generate_one(list(shared.messages), loop.tools, origin.group_id)
+            duration = time.monotonic() - started
+        self._cap.rollout_finished()
+        self._last_answer = time.monotonic()
+        self._changed.set()
+        if not isinstance(rollout, Rollout):
+            raise RolloutError(
+                f"generate_one returned a {type(rollout).__name__}.", "Return an asyncgrpo_core.Rollout."
+            )
+        turns = reconcile(rollout.turns, origin.version, want_top=loop.config.score_centering)
+        return FinishedRollout(rollout, turns, duration)
+
+    def _fail(self, origin: _Origin, error: ServerError) -> None:
+        logger.error("group %d (slot %s) failed: %s", origin.group_id, origin.slot, error)
+        self._admission.group_failed()
+        self._put(
+            GroupRecord(
+                outcome="failed",
+                slot=origin.slot,
+                generation=origin.generation,
+                group_id=origin.group_id,
+                model_version=origin.version or 0,
+                error=str(error),
+            )
+        )
+        silent_s = time.monotonic() - self._last_answer
+        if silent_s > _SILENT_SERVER_S:
+            raise RolloutError(
+                f"The vLLM server at {self._loop.config.vllm_server_base_url} has answered no group for "
+                f"{silent_s:.0f} s; the last error was: {error}",
+                "Look at the server's log and restart it.",
+            )
+
+    # scoring
+
+    async def _score_loop(self) -> None:
+        while True:
+            finished = await self._score_queue.get()
+            started = time.monotonic()
+            scores = await self._scorer.score(finished.group)
+            finished.group.rewards = scores.total
+            advantages = self._loop.compute_advantages(finished.group)
+            record = ended_record(finished, scores, advantages)
+            now = time.monotonic()
+            record.metrics.append(("rollout/score_s", "mean", now - started, 1.0))
+            record.metrics.append(("rollout/score_wait_s", "mean", started - finished.group.queued_at, 1.0))
+            self._admission.group_ended(sum(sample.sequence.num_tokens for sample in record.samples))
+            self._put(record)
+            self._changed.set()
+
+    def _put(self, record: GroupRecord) -> None:
+        record.dispatched, self._dispatched = self._dispatched, []
+        record.metrics += self._loop.metrics_queue.drain()
+        self._loop.rollout_buffer.put(record)
+        self._last_put = time.monotonic()
+
+    # clocks
+
+    async def _heartbeat(self) -> None:
+        while not self._should_stop():
+            self._loop.heartbeat_value.value = time.monotonic()
+            await asyncio.sleep(_HEARTBEAT_EVERY_S)
+
+    async def _poll_loop(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_EVERY_S)
+            await self._poll_load()
+
+    async def _poll_load(self) -> None:
+        text = await self._loop.client.metrics_text() if self._loop.client is not None else None
+        load = parse_metrics(text) if text is not None else None
+        self._gate.set_limit(self._cap.observe(load))
+        if load is None:
+            return
+        record = self._loop.metrics_queue.record
+        if load.kv_cache_usage is not None:
+            record("rollout/vllm_kv_cache_usage_frac", load.kv_cache_usage)
+        if load.running is not None:
+            record("rollout/vllm_running_requests", load.running)
+        if load.waiting is not None:
+            record("rollout/vllm_queued_requests", load.waiting)
+        if load.preemptions is not None:
+            before = self._preemptions
+            # a counter that went down belongs to a restarted server
+            delta = load.preemptions - before if before is not None and load.preemptions >= before else load.preemptions
+            if before is not None:
+                record("rollout/vllm_preemption_count", delta)
+            self._preemptions = load.preemptions
+
+    async def _report_loop(self) -> None:
+        tokens, since = self._loop.generated_tokens_value.value, time.monotonic()
+        while True:
+            await asyncio.sleep(_REPORT_EVERY_S)
+            total, now = self._loop.generated_tokens_value.value, time.monotonic()
+            outbox = self._loop.metrics_queue
+            outbox.put(("rollout/generated_tokens_per_s", "rate", float(total - tokens), now - since))
+            outbox.record("rollout/concurrency", self._gate.running)
+            outbox.record("rollout/concurrency_cap", self._cap.value)
+            outbox.record("rollout/score_queue_size", self._score_queue.qsize())
+            tokens, since = total, now
+            if now - self._last_put >= _REPORT_EVERY_S:
+                self._put(GroupRecord(outcome="report"))
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they are gone; their errors have been or are being raised elsewhere."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
