@@ -1,4 +1,7 @@
-"""From buffer to rows: staleness, oversize, stop, starvation, token allowance (F017, F019, F027, F081, F088, F107, F108)."""
+"""From buffer to rows: staleness, oversize, stop, starvation, token allowance.
+
+Rows F017, F019, F021, F027, F081, F088, F107, F108.
+"""
 
 from __future__ import annotations
 

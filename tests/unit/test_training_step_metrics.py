@@ -1,4 +1,7 @@
-"""sample/*, batch/* and perf/* of a step on hand-made steps (F048, F050, F051, F079, F080, F082 to F087, F089, F092)."""
+"""sample/*, batch/* and perf/* of a step on hand-made steps.
+
+Rows F048, F050, F051, F059, F060, F062, F079, F080, F082, F083, F084, F085, F086, F087, F089, F092.
+"""
 
 from __future__ import annotations
 
