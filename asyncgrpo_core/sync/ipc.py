@@ -1,0 +1,49 @@
+"""The `ipc` backend: trainer and server on one GPU, weights by CUDA IPC handles.
+
+The handles are pickled, so the server must run with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncgrpo_core.errors import ServerError, WeightSyncError
+from asyncgrpo_core.sync.backend import Transfer
+from asyncgrpo_core.sync.gpu_transport import (
+    ControlClient,
+    ParameterSource,
+    TrainerEngineBackend,
+    trainer_factory,
+)
+
+
+class IpcBackend(TrainerEngineBackend):
+    """Weights by CUDA IPC. Args as in `TrainerEngineBackend`, and:
+
+    Args:
+        packed: send through one reused buffer instead of one handle per tensor (less memory, a little slower).
+    """
+
+    name = "ipc"
+
+    def __init__(self, *args: Any, packed: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._packed = packed
+
+    def deliver(self, transfer: Transfer) -> None:
+        try:
+            super().deliver(transfer)
+        except ServerError as error:
+            if "INSECURE_SERIALIZATION" in str(error):
+                raise WeightSyncError(
+                    f"The server refused the CUDA IPC handles: {error}",
+                    "Start the server with VLLM_ALLOW_INSECURE_SERIALIZATION=1 in its environment.",
+                ) from error
+            raise
+
+    def _vllm_engine(self, client: ControlClient, source: ParameterSource, world_size: int) -> Any:
+        factory = trainer_factory()
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        info = IPCTrainerInitInfo(packed=self._packed, rank=0)
+        return factory.trainer_init(info, client=client, source=source)
