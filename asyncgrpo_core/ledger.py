@@ -191,17 +191,25 @@ class LedgerWriter:
         with closing(self._connect()) as connection:
             connection.executescript(SCHEMA)
             with connection:
-                highest = last_seq_of(connection)
+                # The attempt itself takes a number, so that every later checkpoint tells which attempt it is of.
+                first = last_seq_of(connection) + 1
                 previous = connection.execute("SELECT coalesce(max(attempt), 0) FROM attempts").fetchone()[0]
                 attempt = previous + 1
+                of_checkpoint = connection.execute(
+                    "SELECT coalesce(max(attempt), 0) FROM attempts WHERE first_seq <= ?", (checkpoint_seq,)
+                ).fetchone()[0]
                 for table in ("slot_events", "sample_events"):
+                    # A checkpoint of a branch that a later attempt had abandoned: what it holds counts again.
+                    connection.execute(
+                        f"UPDATE {table} SET rolled_back = 0 WHERE seq <= ? AND rolled_back > ?",
+                        (checkpoint_seq, of_checkpoint),
+                    )
                     connection.execute(
                         f"UPDATE {table} SET rolled_back = ? WHERE seq > ? AND rolled_back = 0",
                         (attempt, checkpoint_seq),
                     )
                 connection.execute(
-                    "INSERT INTO attempts VALUES (?, ?, ?, ?)",
-                    (attempt, time.time(), checkpoint_seq, highest + 1),
+                    "INSERT INTO attempts VALUES (?, ?, ?, ?)", (attempt, time.time(), checkpoint_seq, first)
                 )
                 connection.execute("INSERT OR REPLACE INTO meta VALUES ('num_rows', ?)", (num_rows,))
-        return attempt, highest
+        return attempt, first

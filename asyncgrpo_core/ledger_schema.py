@@ -130,4 +130,6 @@ def last_seq_of(connection: sqlite3.Connection) -> int:
         for table in ("slot_events", "sample_events")
         if table in tables
     ]
+    if "attempts" in tables:
+        highest.append(connection.execute("SELECT coalesce(max(first_seq), 0) FROM attempts").fetchone()[0])
     return max(highest, default=0)

@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 BATCH = 1000  # MLflow takes at most this many metrics in one log_batch
@@ -73,8 +73,8 @@ class BufferedSink:
 
     Args:
         send: stores points in the tracker; called again with the same points when it raises (PointsRefused: not).
-        after_step: points of steps up to and including this one are skipped (a resume trains them again; they are
-            stored already). None = nothing stored yet.
+        stored: metric name -> highest step that is stored already; points up to it are skipped (a resume trains some
+            steps again). Per metric, because a kill can hit when half of a step's metrics are stored.
         capacity: most points held while the tracker is away (at least 2000).
         retry_s: first wait after a failure, in seconds; doubles up to 30 s.
     """
@@ -83,14 +83,14 @@ class BufferedSink:
         self,
         send: Callable[[Sequence[MetricPoint]], None],
         *,
-        after_step: int | None = None,
+        stored: Mapping[str, int] | None = None,
         capacity: int = 200_000,
         every_s: float = 1.0,
         retry_s: float = 1.0,
     ) -> None:
         if capacity < 2 * BATCH:
             raise ValueError(f"capacity must be at least {2 * BATCH}, got {capacity}")
-        self._send, self._after_step, self._capacity = send, after_step, capacity
+        self._send, self._already, self._capacity = send, dict(stored or {}), capacity
         self._every_s, self._retry_s = every_s, retry_s
         self._points: deque[MetricPoint] = deque()
         self._changed = threading.Condition()
@@ -105,10 +105,10 @@ class BufferedSink:
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Queue one step's metrics. Never blocks on the tracker, never raises."""
-        if self._after_step is not None and step <= self._after_step:
-            return
         now = int(time.time() * 1000)
         points = [MetricPoint(metric_name(name), _number(value), now, step) for name, value in metrics.items()]
+        if self._already:
+            points = [point for point in points if step > self._already.get(point.name, step - 1)]
         with self._changed:
             if self._closing:
                 self.dropped += len(points)
