@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 TOKEN_ROUTE = "/inference/v1/generate"
@@ -31,7 +31,7 @@ class ServerCapabilities:
         enable_lora, max_lora_rank, max_loras: adapter serving.
         model_path: folder or hub name the server loaded.
         world_size: processes that hold weights.
-        raw: the replies themselves, by route.
+        says_settings: it reported its configuration, so a setting that is None is one that it does not have.
     """
 
     version: str
@@ -53,7 +53,7 @@ class ServerCapabilities:
     max_loras: int | None = None
     model_path: str | None = None
     world_size: int | None = None
-    raw: dict[str, Any] = field(default_factory=dict, repr=False)
+    says_settings: bool = False
 
     @property
     def version_number(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def parse_capabilities(
         max_loras=lora.get("max_loras"),
         model_path=model.get("model") or next((c["root"] for c in cards if c.get("root")), None),
         world_size=_section(config, "parallel_config").get("world_size"),
-        raw={"/version": version, "/v1/models": models, "/server_info": server_info},
+        says_settings=bool(config),
     )
 
 

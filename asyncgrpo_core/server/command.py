@@ -96,6 +96,8 @@ def server_command(server: ServerConfig, needs: ServerNeeds) -> ServerCommand:
     argv += ["--logprobs-mode", "processed_logprobs"]
     argv += ["--max-logprobs", str(server.max_logprobs or max(20, needs.num_sampler_logprobs))]
     argv += ["--weight-transfer-config", json.dumps({"backend": needs.backend})]
+    # Without this the model folder's generation_config.json would restrict requests that leave a field out.
+    argv += ["--generation-config", "vllm"]
     argv += ["--disable-uvicorn-access-log"]  # one line per rollout request would drown the log
     if server.token_route:
         argv += ["--enable-scale-out"]

@@ -23,8 +23,6 @@ from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabil
 
 _HEALTH_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 60.0  # /server_info collects the system's environment on its first call
-# vLLM closes idle connections after 5 s; a pool that keeps them as long would now and then write into a closed one.
-_KEEPALIVE_S = 2.0
 
 _DEV_ROUTES = frozenset(
     [
@@ -54,7 +52,9 @@ class VLLMControl:
     def __init__(self, base_url: str, timeout_s: float = 1800.0) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
-        limits = httpx.Limits(max_keepalive_connections=8, keepalive_expiry=_KEEPALIVE_S)
+        # vLLM closes idle connections after 5 s and after an error; a kept one would now and then be written to as it
+        # closes, and these calls must not be sent twice. They are few: each takes a connection of its own.
+        limits = httpx.Limits(max_keepalive_connections=0)
         # trust_env=False: a proxy variable must not catch calls to a server on this host.
         self._http = httpx.Client(base_url=self.base_url, limits=limits, trust_env=False)
         self._served_model: str | None = None

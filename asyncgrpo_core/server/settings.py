@@ -24,6 +24,7 @@ _OWN_FLAGS = {
     "--enable-scale-out": "server.token_route",
     "--enable-lora": "server.enable_lora",
     "--weight-transfer-config": "training.weight_sync_backend",
+    "--generation-config": "no setting: requests say everything themselves",
     "--logprobs-mode": "no setting: it has to be processed_logprobs",
 }
 
