@@ -11,6 +11,8 @@ What differs between vLLM 0.26 and 0.33 is kept here and in capabilities.py:
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,8 @@ import httpx
 from asyncgrpo_core.errors import ServerError
 from asyncgrpo_core.guard import GuardedProcess
 from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabilities
+
+logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 5.0
 _INFO_TIMEOUT_S = 60.0  # /server_info collects the system's environment on its first call
@@ -38,6 +42,13 @@ _DEV_ROUTES = frozenset(
         "/reset_prefix_cache",
         "/server_info",
     ]
+)
+
+# A worker's error arrives inside two sentences that say nothing about it.
+_RPC_WRAPPER = re.compile(
+    r"Call to collective_rpc method failed: Worker failed with error '(.*)', "
+    r"please check the stack trace above for the root cause",
+    re.S,
 )
 
 
@@ -165,9 +176,25 @@ class VLLMControl:
         """Set the transfer engine up with its backend's own `info`."""
         self._call("POST", "/init_weight_transfer_engine", json={"init_info": info})
 
+    def shutdown_weight_transfer(self) -> None:
+        """Have the server let go of its connection to a trainer."""
+        self._call("POST", "/shutdown_weight_transfer_engine")
+
     def start_weight_update(self) -> None:
-        """Open an update of weights in checkpoint format."""
-        self._call("POST", "/start_weight_update", json={"is_checkpoint_format": True})
+        """Open an update of weights in checkpoint format.
+
+        An update that an earlier client left open (it died in the middle) is closed first: the new one replaces
+        every weight anyway, and the server refuses a second one.
+        """
+        body = {"is_checkpoint_format": True}
+        try:
+            self._call("POST", "/start_weight_update", json=body)
+        except ServerError as error:
+            if "already active" not in error.message:
+                raise
+            logger.warning("%s has a weight update open that was never finished; closing it.", self.base_url)
+            self.finish_weight_update()
+            self._call("POST", "/start_weight_update", json=body)
 
     def update_weights(self, info: dict[str, Any]) -> None:
         """Have the server take weights, as its backend's `info` says; returns when they are in."""
@@ -274,7 +301,7 @@ class VLLMControl:
         message = f"The vLLM server at {self.base_url} answered {status} to {method} {route}: {_error_text(response)}"
         if status in (404, 405) and route in _DEV_ROUTES:
             return ServerError(message, f"{route} needs VLLM_SERVER_DEV_MODE=1 in the server's environment.")
-        if status >= 500 and route == "/init_weight_transfer_engine":
+        if "eight transfer not configured" in message:
             return ServerError(
                 message,
                 "Start the server with --weight-transfer-config and the backend of this run, "
@@ -286,16 +313,22 @@ class VLLMControl:
 
 
 def _error_text(response: httpx.Response) -> str:
-    """The server's own words, out of the shapes that vLLM and FastAPI wrap them in."""
+    """The server's own words, ending with a full stop."""
+    text = _RPC_WRAPPER.sub(lambda match: match[1], _unwrapped(response)).strip()[:1000]
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _unwrapped(response: httpx.Response) -> str:
+    """The message out of the JSON shapes that vLLM and FastAPI put it in."""
     try:
         body = response.json()
     except ValueError:
-        return response.text.strip()[:1000] or "(empty reply)"
+        return response.text or "(empty reply)"
     if isinstance(body, dict):
         for key in ("error", "detail", "message"):
             value = body.get(key)
             if isinstance(value, dict) and "message" in value:
-                return str(value["message"])[:1000]
+                return str(value["message"])
             if value:
-                return str(value)[:1000]
-    return str(body)[:1000]
+                return str(value)
+    return str(body)
