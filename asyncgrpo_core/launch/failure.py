@@ -1,0 +1,69 @@
+"""Carry an error from a child process to the flow: RUN/error.json, raised there again with its type."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import traceback
+from pathlib import Path
+
+from asyncgrpo_core.errors import AsyncGRPOError
+
+ERROR_FILE = "error.json"
+
+
+class TrainerFailed(AsyncGRPOError):
+    """The trainer process ended with an error that is none of this project's, or with none at all."""
+
+
+def write_error(run_dir: Path, error: BaseException) -> None:
+    """Write the error of this process for the flow, with its traceback; atomically."""
+    pickled = None
+    if isinstance(error, AsyncGRPOError):
+        pickled = base64.b64encode(pickle.dumps(error)).decode()
+    record = {
+        "type": type(error).__name__,
+        "message": str(error),
+        "exit_code": getattr(error, "exit_code", 1),
+        "traceback": "".join(traceback.format_exception(error)),
+        "pickle": pickled,
+    }
+    path = run_dir / ERROR_FILE
+    tmp = path.with_suffix(f".{os.getpid()}.tmp")
+    tmp.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    tmp.replace(path)
+
+
+def clear_error(run_dir: Path) -> None:
+    (run_dir / ERROR_FILE).unlink(missing_ok=True)
+
+
+def read_error(run_dir: Path, exit_code: int | None, log_tail: list[str]) -> AsyncGRPOError:
+    """The error a child left, or one that says how it ended.
+
+    Args:
+        run_dir: where `write_error` wrote.
+        exit_code: of the child; negative when a signal ended it.
+        log_tail: the last lines of its log, quoted when it left no error.
+    """
+    path = run_dir / ERROR_FILE
+    if not path.is_file():
+        how = f"was killed by signal {-exit_code}" if exit_code and exit_code < 0 else f"ended with {exit_code}"
+        said = " | ".join(line.strip() for line in log_tail[-5:] if line.strip()) or "nothing"
+        return TrainerFailed(
+            f"The trainer process {how} and left no error; its log ends with: {said}.",
+            f"Look at {run_dir / 'logs' / 'trainer-0.log'}; killed by signal 9 usually means out of memory.",
+        )
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record["pickle"]:
+        error = pickle.loads(base64.b64decode(record["pickle"]))  # written by our own child into our own folder
+    else:
+        message = " ".join(record["message"].split())
+        error = TrainerFailed(
+            f"The trainer process failed with {record['type']}: {message}.",
+            f"The traceback is in {run_dir / 'logs' / 'trainer-0.log'}.",
+        )
+    error.add_note(record["traceback"])
+    return error

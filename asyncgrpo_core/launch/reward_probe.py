@@ -1,0 +1,93 @@
+"""Call reward functions once on dummy completions, to find what would fail in the first minutes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import pickle
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from asyncgrpo_core.errors import RewardError
+
+DUMMY = "0"  # the completion that is scored
+NUM_DUMMIES = 3  # more than one, so that a function that returns one number for all is found
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """The name a reward function is logged under."""
+    inner = getattr(function, "func", function)  # functools.partial
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def probe_reward(function: Callable[..., Any], row: dict[str, Any]) -> list[float | None]:
+    """Score `NUM_DUMMIES` dummy completions of one dataset row.
+
+    Args:
+        function: the reward function, sync or async.
+        row: a dataset row with `prompt`; its other columns are passed as the reference does.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        RewardError: it cannot be pickled, raised, or returned no list of one number (or None) per completion.
+    """
+    name = reward_name(function)
+    check_picklable(function, f"the reward function {name!r}")
+    prompt = row.get("prompt") or [{"role": "user", "content": DUMMY}]
+    kwargs: dict[str, Any] = {key: [value] * NUM_DUMMIES for key, value in row.items() if key != "prompt"}
+    kwargs["prompts"] = [prompt] * NUM_DUMMIES
+    kwargs["completions"] = [[{"role": "assistant", "content": DUMMY}] for _ in range(NUM_DUMMIES)]
+    kwargs["completion_ids"] = [[0] for _ in range(NUM_DUMMIES)]
+    try:
+        result = function(**kwargs)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+    except Exception as exc:
+        raise RewardError(
+            f"The reward function {name!r} raised {type(exc).__name__}: {exc} when it scored the dummy completion "
+            f"{DUMMY!r} of the first row.",
+            f"It gets the keyword arguments {sorted(kwargs)}; make it return 0.0 for a completion it cannot judge.",
+        ) from exc
+    _check_result(name, result)
+    return list(result)
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def _check_result(name: str, result: Any) -> None:
+    fix = f"Return a list with one number (or None) for each of the {NUM_DUMMIES} completions it is given."
+    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
+        raise RewardError(f"The reward function {name!r} returned a {type(result).__name__}: {result!r:.60}.", fix)
+    if len(result) != NUM_DUMMIES:
+        raise RewardError(
+            f"The reward function {name!r} returned {len(result)} rewards for {NUM_DUMMIES} completions.", fix
+        )
+    for value in result:
+        if value is None:
+            continue
+        if not isinstance(value, Real) and not hasattr(value, "__float__"):
+            raise RewardError(f"The reward function {name!r} returned {value!r:.60}, which is no number.", fix)
+        if not math.isfinite(float(value)):
+            raise RewardError(f"The reward function {name!r} returned {float(value)}.", "Return finite numbers.")
+
+
+def check_picklable(thing: Any, what: str) -> None:
+    """Rewards, tools and environments cross into the rollout process.
+
+    Raises:
+        RewardError: it is a lambda, a closure, or holds something that cannot be pickled.
+    """
+    try:
+        pickle.dumps(thing)
+    except (pickle.PicklingError, TypeError, AttributeError) as exc:
+        raise RewardError(
+            f"{what[0].upper()}{what[1:]} cannot be sent to the rollout process: {exc}.",
+            "Define it at the top level of a module (no lambda, no closure); functools.partial and objects with "
+            "__call__ work too.",
+        ) from exc

@@ -1,0 +1,109 @@
+"""The vLLM server that a run's config needs: its command, its start beside the trainer, its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.launch.config import RunConfig
+from asyncgrpo_core.launch.placement import Placement, cpu_count
+from asyncgrpo_core.server.command import ServerCommand, ServerNeeds, server_command
+from asyncgrpo_core.server.control import VLLMControl
+from asyncgrpo_core.server.process import RunningServer, failure_reason, free_port, start_server
+
+
+def served_model_name(cfg: RunConfig) -> str:
+    """The policy's name at the server: the reference uses the model's path."""
+    return cfg.model.served_model_name or cfg.model.path
+
+
+def server_needs(cfg: RunConfig, placement: Placement, port: int) -> ServerNeeds:
+    """What the rest of the config asks of the server. `cfg` is resolved."""
+    training = cfg.training
+    filtered = training.top_k > 0 or training.top_p < 1 or bool(training.min_p)
+    return ServerNeeds(
+        model_path=cfg.model.path,
+        served_model_name=served_model_name(cfg),
+        dtype=training.dtype,
+        max_model_len=cfg.server.max_model_len,
+        num_sampler_logprobs=training.num_sampler_logprobs if training.score_centering else 1,
+        max_concurrent_rollouts=training.max_concurrent_rollouts,
+        device=placement.device,
+        backend=placement.backend,
+        cpu_count=cpu_count(),
+        port=port,
+        seed=training.seed,
+        max_lora_rank=cfg.model.lora.r if cfg.model.lora is not None else None,
+        max_staleness=training.max_staleness,
+        return_sampling_mask=filtered and placement.device == "cuda",
+    )
+
+
+def plan_server(cfg: RunConfig, placement: Placement) -> ServerCommand | None:
+    """The command of the server to start; None when `server.url` names one that runs already.
+
+    Raises:
+        ConfigError: needs that no vLLM flag can meet.
+    """
+    if cfg.server.url is not None:
+        return None
+    port = cfg.server.port or free_port(cfg.server.host)
+    command = server_command(cfg.server, server_needs(cfg, placement, port))
+    if placement.device == "cuda":
+        command.env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, placement.server)))
+    if cfg.model.trust_remote_code or cfg.training.trust_remote_code:
+        command.argv.append("--trust-remote-code")
+    if cfg.model.revision is not None:
+        command.argv.extend(["--revision", cfg.model.revision])
+    return command
+
+
+class ServerSlot:
+    """Holds the server of a run, so that it can be ended whatever happened since it was started."""
+
+    def __init__(self, command: ServerCommand | None, url: str) -> None:
+        self._command = command
+        self._running: RunningServer | None = None
+        self.url = url
+
+    @property
+    def is_ours(self) -> bool:
+        return self._command is not None
+
+    def start(self, run_dir: Path, timeout_s: float, on_progress: Callable[[str], None]) -> None:
+        """Start the server, or find the existing one, and return when it is healthy.
+
+        `on_progress` is called every few seconds; what it raises ends the start, and the server with it.
+
+        Raises:
+            ServerError: it died, the port is taken, or it was not healthy in time.
+        """
+        if self._command is None:
+            with VLLMControl(self.url, timeout_s=10.0) as control:
+                control.wait_until_ready(timeout_s, on_progress=on_progress)
+            return
+        self._running = start_server(self._command, run_dir=run_dir, start_timeout_s=timeout_s, on_progress=on_progress)
+
+    def raise_if_dead(self) -> None:
+        """Raise when the server that was started here has ended.
+
+        Raises:
+            ServerError: with the lines of its log that say why.
+        """
+        if self._running is None:
+            return
+        code = self._running.process.poll()
+        if code is None:
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        process = self._running.process
+        raise ServerError(
+            f"The vLLM server {how} while the run was under way: {failure_reason(process.log_tail(200))}",
+            f"Its log is {process.log_path}; continue the run with --resume.",
+        )
+
+    def stop(self) -> None:
+        """End the server when it was started here. Idempotent."""
+        if self._running is not None:
+            self._running.stop(grace_s=10.0)

@@ -1,0 +1,32 @@
+"""Find a run in the tracking store by its tags: what a resume on an empty disk starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asyncgrpo_core.errors import TrackerError
+from asyncgrpo_core.tracking.mlflow_store import connect
+from asyncgrpo_core.tracking.settings import TrackingConfig
+
+
+def find_run(config: TrackingConfig, tags: Mapping[str, str]) -> str | None:
+    """Id of the newest run of the experiment that has all these tags; None when there is none.
+
+    Raises:
+        TrackerError: the store does not answer.
+    """
+    uri = config.resolved_uri()
+    query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    try:
+        client = connect(uri)
+        experiment = client.get_experiment_by_name(config.experiment)
+        if experiment is None:
+            return None
+        runs = client.search_runs(
+            [experiment.experiment_id], query, order_by=["attributes.start_time DESC"], max_results=1
+        )
+    except Exception as error:  # mlflow raises its own type, requests' and SQLAlchemy's
+        raise TrackerError(
+            f"MLflow at {uri} refused a search: {type(error).__name__}: {error}.", "Check tracking.uri."
+        ) from error
+    return runs[0].info.run_id if runs else None
