@@ -156,8 +156,10 @@ class Pipeline:
             num_sampler_logprobs=args.num_sampler_logprobs if args.score_centering else 1,
             needed_len=args.max_completion_length + 1,
             dtype=policy.dtype,
-            top_k=args.top_k,
-            top_p=args.top_p,
+            restricted_sampling=args.top_k > 0 or args.top_p < 1 or bool(args.min_p),
+            weight_transfer_backend=args.weight_sync_backend
+            or capabilities.weight_transfer_backend
+            or ("shm" if capabilities.device_type == "cpu" else "nccl"),
         )
         for warning in check_server(capabilities, wants):
             logger.warning("%s", warning)
