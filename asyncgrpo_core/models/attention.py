@@ -132,17 +132,20 @@ def packed_attention_forward(
     Raises:
         ConfigError: the layer asks for attention sinks or a position bias, which packed rows cannot give.
     """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed_attention is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        if softcap is None:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)
+        visible = (
+            _causal(query.shape[2], key.shape[2], None, query.device) if attention_mask is None else attention_mask
         )
+        return _capped(query, key, value, scale, dropout, visible, softcap).transpose(1, 2), None
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"{type(module).__name__} passes {name!r} to its attention, which packed rows do not support.",
                 "Train a model of another architecture.",
             )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if choose_backend(query.device, query.dtype, softcap=softcap) == "varlen":
         out = _varlen(query, key, value, packed_attention, scale, sliding_window)
     else:
@@ -200,24 +203,30 @@ def _attend(
     gqa = q.shape[1] != k.shape[1]
     if window is None and softcap is None:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
-    visible = _causal_window(q.shape[2], window, q.device)
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale, enable_gqa=gqa
-        )
+    visible = _causal(q.shape[2], k.shape[2], window, q.device)
+    if softcap is not None:
+        return _capped(q, k, v, scale, dropout, visible, softcap)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale, enable_gqa=gqa)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, visible: Tensor, softcap: float) -> Tensor:
+    """Attention with soft-capped scores (Gemma 2), which no fused kernel used here computes."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = torch.tanh((q @ k.transpose(2, 3)) * (scale / softcap)) * softcap
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(
-        dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)
-    )
+    acc = torch.promote_types(q.dtype, torch.float32)
+    # The lowest number and not -inf: a padding query sees nothing, and its row must stay finite.
+    weights = scores.masked_fill(~visible, torch.finfo(q.dtype).min).softmax(dim=-1, dtype=acc)
     return F.dropout(weights.to(q.dtype), dropout) @ v
 
 
-def _causal_window(length: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [L, L], True where a query (row) sees a key (column): itself and the `window - 1` tokens before it."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None]
+def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [Q, K], True where a query sees a key; the last query is at the last key.
+
+    A window of w tokens shows a query itself and the w - 1 tokens before it.
+    """
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance = query[:, None] - torch.arange(num_keys, device=device)[None]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 

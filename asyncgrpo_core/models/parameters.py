@@ -43,9 +43,8 @@ def _adapter_modules(base: nn.Module) -> dict[str, nn.Module]:
         from peft.utils import AuxiliaryTrainingWrapper
     except ImportError:  # PEFT is optional, and without it nothing is wrapped
         return {}
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    modules: list[tuple[str, Any]] = list(base.named_modules())
-    return {name: module for name, module in modules if isinstance(module, kinds)}
+    kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return {name: module for name, module in base.named_modules() if isinstance(module, kinds)}
 
 
 def _owner(name: str, adapted: dict[str, nn.Module]) -> str | None:
