@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _WATCH_EVERY_S = 0.25  # how often the parent pid is compared; pipe and child events wake the loop at once
 _RECORD_EVERY_S = 2.0  # how often the list of descendants is written down
-_TERM_WAIT_S = 2.0  # what descendants get between TERM and KILL
+_TERM_WAIT_S = 2.0  # what descendants get between TERM and KILL, unless the grace is shorter
 _KILL_WAIT_S = 15.0
 _HOOK_DEADLINE_S = 20.0
 _DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE)
@@ -173,7 +173,7 @@ class Supervisor:
             self._wait_until(lambda: self._exit_code is not None, self._grace_s)
         for process in table.descendants(os.getpid()):
             table.send_signal(process, signal.SIGTERM)
-        self._wait_until(lambda: not table.descendants(os.getpid()), _TERM_WAIT_S)
+        self._wait_until(lambda: not table.descendants(os.getpid()), min(_TERM_WAIT_S, self._grace_s))
         deadline = time.monotonic() + _KILL_WAIT_S
         # New processes can appear while we kill (a fork in flight), hence a loop over fresh lists.
         while (left := table.descendants(os.getpid())) and time.monotonic() < deadline:
