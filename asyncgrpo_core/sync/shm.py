@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,16 +75,17 @@ class ShmBackend:
         Raises:
             WeightSyncError: the directory is full, or there is nothing to send.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         started = time.perf_counter()
         path = self._directory / f"{self._stem}-v{version}.safetensors"
-        tensors = {name: _host_copy(tensor) for name, tensor in self._parameters()}
+        tensors = _host_tensors(self._parameters())
         if not tensors:
             raise WeightSyncError("The policy has no parameters to send.", "Check what the model freezes.")
         try:
             save_file(tensors, path)
-        except Exception as error:
+        except (OSError, SafetensorError) as error:
             path.unlink(missing_ok=True)
             needed = sum(t.numel() * t.element_size() for t in tensors.values())
             raise WeightSyncError(
@@ -138,10 +140,16 @@ class ShmBackend:
         transfer.timing.update(load_s=report["load_s"], compare_s=report["compare_s"])
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor that shares no storage with others (safetensors refuses shared storage)."""
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        return tensor.to("cpu").contiguous()
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
+def _host_tensors(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors that share no storage with each other (safetensors refuses shared storage)."""
+    tensors: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in parameters:
+        tensor = tensor.detach().to("cpu")
+        storage = tensor.untyped_storage()
+        whole = storage.nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous()
+        if not whole or storage.data_ptr() in taken:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        taken.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = tensor
+    return tensors

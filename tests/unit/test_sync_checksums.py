@@ -1,0 +1,81 @@
+"""Server digests against the trainer's tensors: fusion, padding, dtype, ranks."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncgrpo_core.sync.checksums import compare_checksums
+
+PREFIX = "dp0:pp0:pcp0:tp0:"
+
+
+def digest(tensor: Tensor) -> str:
+    """vLLM's digest, written down independently: sha256 over the raw bytes."""
+    return hashlib.sha256(np.ascontiguousarray(tensor.view(torch.int16).numpy()).tobytes()).hexdigest()
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {
+        "embed_tokens.weight": (70, 8),
+        "layers.0.q_proj.weight": (8, 8),
+        "layers.0.k_proj.weight": (4, 8),
+        "layers.0.v_proj.weight": (4, 8),
+        "norm.weight": (8,),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def server_digests(sent: dict[str, Tensor], prefix: str = PREFIX) -> dict[str, str]:
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in sent.items()}
+    padded = torch.cat([held["embed_tokens.weight"], torch.zeros(128 - 70, 8, dtype=torch.bfloat16)])
+    qkv = torch.cat([held[f"layers.0.{p}_proj.weight"] for p in "qkv"])
+    return {
+        prefix + "embed_tokens.weight": digest(padded),
+        prefix + "layers.0.qkv_proj.weight": digest(qkv),
+        prefix + "norm.weight": digest(held["norm.weight"]),
+    }
+
+
+def test_right_weights_are_equal() -> None:
+    sent = tensors()
+    evidence = compare_checksums(server_digests(sent), sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal
+    assert evidence.compared == len(sent)
+
+
+def test_a_fused_parameter_names_its_parts() -> None:
+    sent = tensors()
+    old = {**sent, "layers.0.k_proj.weight": sent["layers.0.k_proj.weight"] + 1}
+    evidence = compare_checksums(server_digests(old), sent.items(), torch.bfloat16)
+    assert evidence is not None
+    assert set(evidence.differing) == {f"layers.0.{p}_proj.weight" for p in "qkv"}
+
+
+def test_one_wrong_replica_is_a_difference() -> None:
+    sent = tensors()
+    old = {**sent, "norm.weight": sent["norm.weight"] + 1}
+    both = server_digests(sent) | server_digests(old, "dp1:pp0:pcp0:tp0:")
+    evidence = compare_checksums(both, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.differing == ("norm.weight",)
+
+
+def test_emptied_and_absent_parameters_are_unchecked() -> None:
+    """On a CPU the server's linear weights are emptied after packing: their digest is of nothing."""
+    sent = tensors()
+    digests = server_digests(sent)
+    digests[PREFIX + "norm.weight"] = hashlib.sha256(b"").hexdigest()
+    del digests[PREFIX + "layers.0.qkv_proj.weight"]
+    evidence = compare_checksums(digests, sent.items(), torch.bfloat16)
+    assert evidence is not None and not evidence.equal
+    assert set(evidence.unchecked) == set(sent) - {"embed_tokens.weight"}
+
+
+def test_sharded_tensors_cannot_be_compared() -> None:
+    sent = tensors()
+    digests = server_digests(sent) | server_digests(sent, "dp0:pp0:pcp0:tp1:")
+    assert compare_checksums(digests, sent.items(), torch.bfloat16) is None
