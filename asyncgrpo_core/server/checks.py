@@ -18,7 +18,7 @@ class ServerWants:
     Attributes:
         served_model_name: the name requests will use.
         num_sampler_logprobs: top log-probabilities per token that requests will ask for.
-        dtype: type the trainer computes in, "float32", "bfloat16" or "float16"; None is not compared.
+        dtype: type the trainer computes in, "float32", "bfloat16" or "float16"; None and "auto" are not compared.
         needed_len: longest sequence in tokens that the run is known to need; None is not compared.
         restricted_sampling: top_k, top_p or min_p restrict the candidates.
         weight_transfer_backend: "nccl", "ipc", "shm"; None is not compared (adapter sync, evaluation).
@@ -47,7 +47,7 @@ def check_server(cap: ServerCapabilities, wants: ServerWants) -> list[str]:
     _check_log_probabilities(cap, wants)
     _check_lengths(cap, wants)
     warnings = [*_version_warnings(cap), *_unsaid_warnings(cap), *_sampling_warnings(cap, wants)]
-    if wants.dtype is not None and cap.dtype is not None and cap.dtype != wants.dtype:
+    if wants.dtype not in (None, "auto") and cap.dtype is not None and cap.dtype != wants.dtype:
         warnings.append(
             f"The vLLM server computes in {cap.dtype}, the trainer in {wants.dtype}: their log-probabilities differ "
             f"by rounding. Serve with --dtype {wants.dtype} to close the gap."

@@ -26,7 +26,6 @@ from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabil
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 5.0
-_INFO_TIMEOUT_S = 60.0  # /server_info collects the system's environment on its first call
 
 _DEV_ROUTES = frozenset(
     [
@@ -58,11 +57,13 @@ class VLLMControl:
     Args:
         base_url: e.g. "http://127.0.0.1:8000".
         timeout_s: deadline of one call that pauses, resumes or moves weights.
+        info_timeout_s: deadline of one question; the first /server_info collects the system's environment (seconds).
     """
 
-    def __init__(self, base_url: str, timeout_s: float = 1800.0) -> None:
+    def __init__(self, base_url: str, timeout_s: float = 1800.0, *, info_timeout_s: float = 60.0) -> None:
         self.base_url = base_url.rstrip("/")
         self.timeout_s = timeout_s
+        self.info_timeout_s = info_timeout_s
         # vLLM closes idle connections after 5 s and after an error; a kept one would now and then be written to as it
         # closes, and these calls must not be sent twice. They are few: each takes a connection of its own.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -129,14 +130,14 @@ class VLLMControl:
         Raises:
             ServerError: it does not answer, or is no vLLM server.
         """
-        openapi = self._call("GET", "/openapi.json", timeout_s=_INFO_TIMEOUT_S)
+        openapi = self._call("GET", "/openapi.json", timeout_s=self.info_timeout_s)
         info = None
         if "/server_info" in openapi.get("paths", {}):
-            info = self._call("GET", "/server_info", params={"config_format": "json"}, timeout_s=_INFO_TIMEOUT_S)
+            info = self._call("GET", "/server_info", params={"config_format": "json"}, timeout_s=self.info_timeout_s)
         return parse_capabilities(
-            version=self._call("GET", "/version", timeout_s=_INFO_TIMEOUT_S),
+            version=self._call("GET", "/version", timeout_s=self.info_timeout_s),
             openapi=openapi,
-            models=self._call("GET", "/v1/models", timeout_s=_INFO_TIMEOUT_S),
+            models=self._call("GET", "/v1/models", timeout_s=self.info_timeout_s),
             server_info=info,
         )
 
@@ -255,7 +256,7 @@ class VLLMControl:
 
     def _first_model(self) -> str:
         if self._served_model is None:
-            self._served_model = self._call("GET", "/v1/models", timeout_s=_INFO_TIMEOUT_S)["data"][0]["id"]
+            self._served_model = self._call("GET", "/v1/models", timeout_s=self.info_timeout_s)["data"][0]["id"]
         return self._served_model
 
     # -- the one place that talks

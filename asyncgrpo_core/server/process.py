@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -13,17 +12,10 @@ from asyncgrpo_core.errors import AsyncGRPOError, ServerError
 from asyncgrpo_core.guard import GuardedProcess, start_guarded
 from asyncgrpo_core.server.command import ServerCommand
 from asyncgrpo_core.server.control import VLLMControl
+from asyncgrpo_core.server.log_reading import failure_reason, fix_for, last_message
 
 _POLL_S = 0.25
-_PROGRESS_EVERY_S = 5.0
-# What vLLM puts before a line: "(EngineCore pid=1) ERROR 11-30 04:05:06 [core.py:1]", in part or whole.
-_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG) [\d\-]+ [\d:.]+ \[[^\]]*\]\s?)?")
-_EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|NotFound|Interrupt)(?::\s|$)")
-_ARGPARSE = re.compile(r"\berror: ")
-# Says only that another process failed; the reason stands above it.
-_SECOND_HAND = re.compile(
-    r"Engine core initialization failed|engine core proc\w* .*failed|WorkerProc initialization failed", re.I
-)
+_PROGRESS_EVERY_S = 2.0
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -137,51 +129,9 @@ def died_while_starting(process: GuardedProcess, log_starts_at: int) -> ServerEr
         log.seek(log_starts_at)
         reason = failure_reason(log.read().decode(errors="replace").splitlines())
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    fix = fix_for(reason)
+    if code == -9 and not fix:
+        fix = "A kill that nobody asked for is usually the kernel running out of memory: lower server.kv_cache_gib. "
     return ServerError(
-        f"The vLLM server ended while starting ({how}): {reason}", f"{_fix_for(reason)}Its log is {process.log_path}."
+        f"The vLLM server ended while starting ({how}): {reason}", f"{fix}Its log is {process.log_path}."
     )
-
-
-def _fix_for(reason: str) -> str:
-    if "unrecognized arguments" in reason and "--enable-scale-out" in reason:
-        return "This vLLM is older than that flag: set server.token_route to false. "
-    if "unrecognized arguments" in reason:
-        return "Correct server.extra_args, or use a vLLM from 0.26 to 0.33. "
-    if "No module named 'vllm" in reason or "No module named vllm" in reason:
-        return "Install vLLM there (see the README), or point server.python at an environment that has it. "
-    if "PackageNotFoundError" in reason or "No package metadata was found for" in reason:
-        return "This CPU build has only the single-server entry point: leave server.api_server_count out. "
-    if "Address already in use" in reason:
-        return "Another process took the port meanwhile: leave server.port out to take a free one. "
-    return ""
-
-
-def failure_reason(lines: list[str]) -> str:
-    """The lines of a server's log that say why it ended, as one string.
-
-    The engine runs in its own process, so the log has its traceback and then a second one of the API server that
-    only says that the engine failed: the last exception that is not of that kind is the reason. A validation error
-    goes on over the following indented lines, which are kept.
-    """
-    texts = [_PREFIX.sub("", line) for line in lines]
-    found = [i for i, text in enumerate(texts) if _EXCEPTION.match(text) or _ARGPARSE.search(text)]
-    told = [i for i in found if not _SECOND_HAND.search(texts[i])]
-    if not (told or found):
-        tail = [text for text in texts if text.strip()][-3:]
-        return " | ".join(text.strip() for text in tail) if tail else "it wrote nothing to its log."
-    at = (told or found)[-1]
-    reason = [texts[at].strip()]
-    for text in texts[at + 1 : at + 6]:
-        if not text.startswith("  ") or text.lstrip().startswith(("File ", "For further information")):
-            break
-        reason.append(text.strip())
-    return " ".join(reason)[:1500]
-
-
-def last_message(lines: list[str]) -> str:
-    """The newest log line that says something, without vLLM's prefix, shortened for a progress display."""
-    for line in reversed(lines):
-        text = _PREFIX.sub("", line).strip()
-        if text:
-            return text[:120]
-    return "no output yet"
