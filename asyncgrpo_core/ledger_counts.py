@@ -15,11 +15,20 @@ from asyncgrpo_core.ledger_schema import DROP_REASONS, END_STATES
 
 _ENDED = "('" + "', '".join(END_STATES) + "')"
 
-# Prompt positions that the worker has passed and that have no live row at all, per epoch. Positions and rows are both
-# counted: a prompt order that changed between two attempts shows as fewer rows than positions.
+# Per epoch: how far workers have come (positions they announced), and how many prompts up to there have a live row.
+# Positions and rows are both counted: a prompt order that changed between two attempts shows as fewer rows. Slots whose
+# group was kept from an earlier worker may lie ahead of the present one: they say nothing about what lies before them.
 _PRESENT = """
-    SELECT epoch, max(position) + 1, min(count(DISTINCT position), count(DISTINCT row))
-    FROM slot_events WHERE rolled_back = 0 GROUP BY epoch
+    WITH front AS (SELECT epoch, max(position) AS top FROM slot_events
+                   WHERE rolled_back = 0 AND state = 'dispatched' GROUP BY epoch)
+    SELECT front.epoch, top + 1, min(count(DISTINCT position), count(DISTINCT row))
+    FROM slot_events e JOIN front ON front.epoch = e.epoch
+    WHERE e.rolled_back = 0 AND e.position <= top GROUP BY front.epoch
+"""
+
+_ROWS_PER_EPOCH = """
+    SELECT epoch, min(count(DISTINCT position), count(DISTINCT row)) FROM slot_events
+    WHERE rolled_back = 0 GROUP BY epoch
 """
 
 # Open slots that nobody will ever end: (1) the newest row belongs to an earlier rollout worker, so the slot was neither
@@ -144,14 +153,14 @@ def _skipped(db: sqlite3.Connection) -> int:
     """Positions below the highest one ever given out (all positions, in an epoch that is over) without a live row."""
     stored = db.execute("SELECT value FROM meta WHERE key = 'num_rows'").fetchone()
     num_rows = int(stored[0]) if stored and stored[0] is not None else None
-    epochs = db.execute(_PRESENT).fetchall()
+    epochs = {epoch: (passed, present) for epoch, passed, present in db.execute(_PRESENT)}
     if not epochs:
         return 0
-    last = max(epoch for epoch, _, _ in epochs)
-    skipped = 0
-    for epoch, passed, present in epochs:
-        expected = num_rows if num_rows is not None and epoch < last else passed
-        skipped += max(expected - present, 0)
-    if num_rows is not None:
-        skipped += (last + 1 - len(epochs)) * num_rows
+    if num_rows is None:
+        return sum(max(passed - present, 0) for passed, present in epochs.values())
+    passed, present = epochs[max(epochs)]
+    skipped = max(passed - present, 0)
+    rows_of = dict(db.execute(_ROWS_PER_EPOCH).fetchall())
+    for epoch in range(max(epochs)):
+        skipped += max(num_rows - rows_of.get(epoch, 0), 0)
     return skipped
