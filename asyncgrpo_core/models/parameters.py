@@ -44,7 +44,7 @@ def _adapter_modules(base: nn.Module) -> dict[str, nn.Module]:
     except ImportError:  # PEFT is optional, and without it nothing is wrapped
         return {}
     kinds: tuple[type, ...] = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return {name: module for name, module in base.named_modules() if isinstance(module, kinds)}
+    return {name: module for name, module in base.named_modules() if issubclass(type(module), kinds)}
 
 
 def _owner(name: str, adapted: dict[str, nn.Module]) -> str | None:

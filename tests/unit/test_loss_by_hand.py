@@ -197,6 +197,11 @@ def test_f057_f058_clip_ratios_by_hand(score_centering):
     assert ("sampling/sampler_mass" in m) == score_centering
 
 
+def test_a_token_without_advantage_is_not_clipped():
+    *_, m = run([0.07, 0.15], [0.1, 0.1], [0.0, 0.0], CLIPPED)
+    assert m["clip_ratio/region_mean"] == m["clip_ratio/low_mean"] == m["clip_ratio/high_mean"] == 0
+
+
 def test_per_sample_extremes_ignore_samples_without_trained_tokens():
     """Sample 1 has no trained token: its fraction is not 0, it does not exist."""
     *_, m = run([0.07, 0.06], [0.1, 0.1], [-1.0, -1.0], CLIPPED, sample_index=[0, 2])
