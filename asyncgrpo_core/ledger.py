@@ -67,8 +67,8 @@ class LedgerWriter:
         self._changed = threading.Condition()
         self._closing = False
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._restore(checkpoint_seq, snapshot)
         try:
+            self._restore(checkpoint_seq, snapshot)
             self.attempt, self.last_seq = self._begin_attempt(num_rows, checkpoint_seq)
         except sqlite3.DatabaseError as error:
             raise LedgerError(
