@@ -9,6 +9,7 @@ DAPO, arXiv 2503.14476, equation 13 (soft overlong punishment).
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,8 @@ _THINK_ANSWER = re.compile(r"^\s*<think>.*?</think>\s*<answer>.*?</answer>\s*$",
 
 def accuracy_reward(completions: list[list[dict[str, str]]], solution: list[str], **kwargs: Any) -> list[float | None]:
     """1.0 where the completion's mathematical answer equals `solution` (math-verify), else 0.0.
+
+    The answer must be LaTeX: \\boxed{...} first, else an expression that the text introduces as the answer.
 
     Args:
         completions: conversational completions.
@@ -120,14 +123,16 @@ def _math_verify() -> tuple[Any, list[Any], list[Any]]:
         raise ConfigError(
             f"accuracy_reward needs math-verify, which cannot be imported: {error}.", "pip install math-verify."
         ) from error
+    # every call says that its time limit is off, which is meant
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     gold = [math_verify.LatexExtractionConfig(), math_verify.ExprExtractionConfig()]
     answer = [
         math_verify.LatexExtractionConfig(
             normalization_config=NormalizationConfig(units=True),
-            # a \boxed answer is meant; anything else only counts when it is written as the answer
+            # a \\boxed answer comes first; other LaTeX only counts when it is written as the answer
             boxed_match_priority=0,
             try_extract_without_anchor=False,
-        ),
-        math_verify.ExprExtractionConfig(try_extract_without_anchor=False),
+        )
     ]
     return math_verify, gold, answer

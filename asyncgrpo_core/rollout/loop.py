@@ -237,11 +237,11 @@ class AsyncRolloutLoop:
             max_logprobs=known.get("max_logprobs"),
             api_key=known.get("api_key"),
         )
-        if "use_token_route" not in known or self.max_model_len is None:
+        if not {"use_token_route", "max_model_len", "max_logprobs"} <= known.keys():
             facts = await self.client.facts()
-            self.client.use_token_route = bool(known.get("use_token_route", facts.token_route))
-            if self.max_model_len is None:
-                self.max_model_len = facts.max_model_len
+            self.client.use_token_route = known.get("use_token_route", facts.token_route)
+            self.client.max_logprobs = known.get("max_logprobs", facts.max_logprobs)
+            self.max_model_len = known.get("max_model_len", facts.max_model_len)
 
     async def _release(self) -> None:
         try:

@@ -12,6 +12,7 @@ The first task that ends, even cleanly, ends the run; only the heartbeat ends cl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -47,11 +48,15 @@ _SILENT_SERVER_S = 120.0
 
 @dataclass
 class _Origin:
-    """Where a running group comes from; `version` is set when its first rollout starts."""
+    """Where a running group comes from; `version` is set when its first rollout starts.
+
+    `open_rollouts` counts its rollouts that have not finished, running or waiting at the gate.
+    """
 
     slot: Slot
     generation: int
     group_id: int
+    open_rollouts: int
     version: int | None = None
 
 
@@ -79,6 +84,7 @@ class GroupPipeline:
         self._dispatched: list[tuple[Slot, int]] = []
         self._groups: set[asyncio.Task[None]] = set()
         self._group_error: asyncio.Future[None] | None = None
+        self._open_rollouts = 0  # of all groups
         self._next_group_id = 0
         self._rejected_in_a_row = 0
         self._last_answer = time.monotonic()
@@ -164,13 +170,13 @@ class GroupPipeline:
             if not self._admission.may_start():
                 if waited_from is None and not self._admission.probing:
                     waited_from = time.monotonic()
-            elif self._gate.has_room:
+            elif self._open_rollouts < self._gate.limit:
                 break
             self._changed.clear()
-            try:
-                await asyncio.wait_for(self._changed.wait(), _WAKE_EVERY_S)
-            except TimeoutError:
-                continue
+            # not asyncio.wait_for: in Python 3.11 it swallows a cancellation that meets the event being set
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WAKE_EVERY_S):
+                    await self._changed.wait()
         if waited_from is not None:
             self._loop.metrics_queue.record("rollout/backpressure_s", time.monotonic() - waited_from)
 
@@ -181,8 +187,9 @@ class GroupPipeline:
                 f'Dataset row {slot.row} has no "prompt" (it has {columns}).', 'Give the dataset a "prompt" column.'
             )
         check_prompt(row["prompt"], slot.row)
-        origin = _Origin(slot, generation, self._next_group_id)
+        origin = _Origin(slot, generation, self._next_group_id, self._loop.config.num_generations)
         self._next_group_id += 1
+        self._open_rollouts += origin.open_rollouts
         self._admission.group_started()
         self._dispatched.append((slot, generation))
         task = asyncio.create_task(self._run_group(origin, row))
@@ -200,20 +207,17 @@ class GroupPipeline:
 
     async def _run_group(self, origin: _Origin, row: dict[str, Any]) -> None:
         shared = FirstPrompt(row["prompt"])
-        tasks = [
-            asyncio.create_task(self._run_rollout(origin, index, shared))
-            for index in range(self._loop.config.num_generations)
-        ]
+        tasks = [asyncio.create_task(self._run_rollout(origin, index, shared)) for index in range(origin.open_rollouts)]
         try:
             rollouts = await asyncio.gather(*tasks)
         except RequestRejectedError:
             raise
         except ServerError as error:
-            await _cancel(tasks)
             self._fail(origin, error)
             return
         finally:
             await _cancel(tasks)
+            self._open_rollouts -= origin.open_rollouts
         group = make_group(row, rollouts, origin.version or 0, origin.group_id, origin.slot.row)
         finished = FinishedGroup(origin.slot, origin.generation, group, rollouts)
         self._admission.group_generated(finished.forwarded_tokens)
@@ -235,6 +239,8 @@ class GroupPipeline:
             current_rollout.set(RolloutContext(origin.slot, origin.generation, index, shared))
             rollout = await loop.generate_one(list(shared.messages), loop.tools, origin.group_id)
             duration = time.monotonic() - started
+        origin.open_rollouts -= 1
+        self._open_rollouts -= 1
         self._cap.rollout_finished()
         self._last_answer = time.monotonic()
         self._changed.set()
@@ -337,8 +343,21 @@ class GroupPipeline:
                 self._put(GroupRecord(outcome="report"))
 
 
-async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they are gone; their errors have been or are being raised elsewhere."""
+async def _cancel(tasks: list[asyncio.Task[Any]], deadline_s: float = 5.0) -> None:
+    """Cancel tasks and wait until they are gone; their errors have been or are being raised elsewhere.
+
+    A hook or reward function may swallow a cancellation, so it is repeated; after `deadline_s` the task is left to the
+    end of the process.
+    """
+    pending = {task for task in tasks if not task.done()}
+    for _ in range(int(deadline_s / 0.25)):
+        if not pending:
+            break
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.25)
     for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        if task.done() and not task.cancelled():
+            task.exception()  # mark it as seen
+    if pending:
+        logger.error("%d tasks did not end when they were cancelled: %s", len(pending), pending)

@@ -107,7 +107,7 @@ class RolloutWorker:
             RuntimeError: called while the script is being re-imported by the worker process, i.e. the training code
                 is not under `if __name__ == "__main__":`.
         """
-        self._refuse_in_child()
+        refuse_unguarded_script()
         payload = self._pickled()
         self._buffer.take_error()  # of an earlier worker
         with _environment({**_CHILD_ENV, _CHILD_MARK: str(self._buffer.directory)}):
@@ -193,18 +193,6 @@ class RolloutWorker:
 
     # inside
 
-    def _refuse_in_child(self) -> None:
-        folder = os.environ.get(_CHILD_MARK)
-        if folder is None or multiprocessing.parent_process() is None:
-            return
-        error = RuntimeError(
-            'The training script has no `if __name__ == "__main__":` guard: the rollout worker is a spawned process '
-            "that imports the script again, and the script started training again instead of being imported. "
-            'Put everything that runs training under `if __name__ == "__main__":`.'
-        )
-        SampleBuffer(folder).put_error(error, str(error))
-        raise error
-
     def _pickled(self) -> bytes:
         named: list[tuple[str, Any]] = [("loop_cls", self._loop_cls), ("config (args)", self._config)]
         named += [
@@ -259,6 +247,24 @@ class RolloutWorker:
 
     def _where_log(self) -> str:
         return f"its log {self._log_path}" if self._log_path is not None else "its output on the terminal"
+
+
+def refuse_unguarded_script() -> None:
+    """Raise RuntimeError when this is the rollout process importing a script that starts training when imported.
+
+    The error is also left for the trainer. Costs nothing elsewhere: call it before anything expensive.
+    """
+    folder = os.environ.get(_CHILD_MARK)
+    # the attribute is how multiprocessing itself knows that the main module is being imported for a child
+    if folder is None or not getattr(multiprocessing.current_process(), "_inheriting", False):
+        return
+    error = RuntimeError(
+        'The training script has no `if __name__ == "__main__":` guard: the rollout worker is a spawned process '
+        "that imports the script again, and the script started training again instead of being imported. "
+        'Put everything that runs training under `if __name__ == "__main__":`.'
+    )
+    SampleBuffer(folder).put_error(error, str(error))
+    raise error
 
 
 @contextlib.contextmanager

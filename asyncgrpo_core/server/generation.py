@@ -40,11 +40,12 @@ class RequestRejectedError(ServerError):
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says about itself without developer mode; None where it does not say."""
+    """What a server says about itself; None where it does not say (`max_logprobs` needs developer mode)."""
 
     routes: frozenset[str]
     max_model_len: int | None
     served_models: tuple[str, ...]
+    max_logprobs: int | None
 
     @property
     def token_route(self) -> bool:
@@ -141,15 +142,23 @@ class GenerationClient:
         return reply
 
     async def facts(self) -> ServerFacts:
-        """Ask the server which routes it has and which models it serves (/openapi.json, /v1/models)."""
+        """Ask the server what it offers (/openapi.json, /v1/models, in developer mode /server_info)."""
         openapi = await self._get_json("/openapi.json")
+        routes = frozenset(openapi.get("paths", {}))
         models = await self._get_json("/v1/models")
         cards = models.get("data", [])
         lengths = [card["max_model_len"] for card in cards if card.get("max_model_len")]
+        max_logprobs = None
+        if "/server_info" in routes:
+            info = await self._get_json("/server_info?config_format=json")
+            config = info.get("vllm_config")
+            model = config.get("model_config") if isinstance(config, dict) else None
+            max_logprobs = model.get("max_logprobs") if isinstance(model, dict) else None
         return ServerFacts(
-            routes=frozenset(openapi.get("paths", {})),
+            routes=routes,
             max_model_len=min(lengths) if lengths else None,
             served_models=tuple(card.get("id", "") for card in cards),
+            max_logprobs=max_logprobs,
         )
 
     async def metrics_text(self) -> str | None:

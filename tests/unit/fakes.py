@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -51,9 +52,9 @@ class FakeVLLM:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/openapi.json", self._openapi)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
@@ -184,3 +185,31 @@ class FakeTokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(str(i) for i in ids if not (skip_special_tokens and i == EOS_ID))
+
+
+class ThreadedFakeVLLM:
+    """The same server on an event loop in a thread of its own: `with ThreadedFakeVLLM() as server:`."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.fake = FakeVLLM(**settings)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    @property
+    def base_url(self) -> str:
+        return self.fake.base_url
+
+    def __enter__(self) -> ThreadedFakeVLLM:
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with self.fake:
+            self._ready.set()
+            await self._stop.wait()
