@@ -95,8 +95,8 @@ def ancestors(pid: int) -> set[int]:
 def marked(mark: str, value: str) -> list[ProcessId]:
     """Running processes that were started with `mark=value` in their environment.
 
-    Processes of other users cannot be read and are left out. A program that rewrites its title in place may
-    overwrite this area, so the mark alone is not enough to find everything.
+    Processes of other users cannot be read and are left out. A program that writes its title over this area
+    (vLLM's engine does) loses the mark, so it alone is not enough to find everything.
     """
     wanted = f"{mark}={value}".encode()
     found = []

@@ -194,8 +194,22 @@ class VLLMControl:
             if "already active" not in error.message:
                 raise
             logger.warning("%s has a weight update open that was never finished; closing it.", self.base_url)
-            self.finish_weight_update()
+            self._close_left_open_update()
             self._call("POST", "/start_weight_update", json=body)
+
+    def _close_left_open_update(self) -> None:
+        """Finish it, which puts untouched layers back; where the engine refuses that, make it fail.
+
+        A failed /update_weights ends the server's session too, and an empty one fails before it touches anything.
+        """
+        try:
+            self.finish_weight_update()
+        except ServerError as refusal:
+            logger.info("It could not be finished (%s); ending it by an empty update.", refusal.message)
+            try:
+                self.update_weights({})
+            except ServerError as expected:
+                logger.info("Ended: %s", expected.message)
 
     def update_weights(self, info: dict[str, Any]) -> None:
         """Have the server take weights, as its backend's `info` says; returns when they are in."""

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo_core.errors import AsyncGRPOError
-from asyncgrpo_core.guard import start_guarded, sweep_stale
 from asyncgrpo_core.guard import process_table as table
+from asyncgrpo_core.guard import start_guarded, sweep_stale
 from asyncgrpo_core.guard.process_table import ProcessId
 from asyncgrpo_core.guard.records import GuardRecord, read_record, record_path
 

@@ -123,6 +123,17 @@ def test_an_update_that_was_left_open_is_closed_first(fake, control, caplog):
     assert "never finished" in caplog.text
 
 
+def test_an_update_that_cannot_be_finished_is_ended_by_an_empty_one(fake, control):
+    left_open = (500, {"error": {"message": "start_weight_update called while a weight update is already active."}})
+    fake.replies["POST", "/start_weight_update"] = [left_open, {"message": "ok"}]
+    fake.replies["POST", "/finish_weight_update"] = fake.replies["POST", "/update_weights"] = (500, {"error": "no"})
+    control.start_weight_update()
+    assert [(route, body) for _, route, body in fake.requests[1:3]] == [
+        ("/finish_weight_update", {}),
+        ("/update_weights", {"update_info": {}}),
+    ]
+
+
 def test_another_failure_to_start_is_not_retried(fake, control):
     fake.replies["POST", "/start_weight_update"] = (500, {"error": "no"})
     with pytest.raises(ServerError, match="no"):
