@@ -81,7 +81,7 @@ class CheckpointUploader:
         self._thread.start()
 
     def submit(self, folder: Path, step: int, metrics: Mapping[str, float] | None = None) -> bool:
-        """Queue a finished checkpoint folder. Takes as long as hard-linking its files.
+        """Queue a finished checkpoint folder. Takes as long as hard-linking its files; never raises.
 
         Args:
             folder: checkpoint-N, complete.
@@ -89,21 +89,23 @@ class CheckpointUploader:
             metrics: the newest logged metrics; log=best reads its metric from them.
 
         Returns:
-            Whether it will be logged.
-
-        Raises:
-            CheckpointError: the folder is not a whole checkpoint, or cannot be linked or copied.
+            Whether it will be logged. What could not be queued is in `failed`, and the log says why.
         """
         if self._config.log == "none" or self._closing.is_set():
             return False
-        problem = problem_with(folder)
-        if problem is not None:
-            raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.", "Submit it when it is saved.")
         score = (metrics or {}).get(self._config.metric)
         if self._config.log == "best" and score is None:
             logger.warning("Checkpoint %d is not logged: metric %r is not known.", step, self._config.metric)
             return False
-        staged = folder if self._config.log == "path" else self._stage(folder, step)
+        try:
+            problem = problem_with(folder)
+            if problem is not None:
+                raise CheckpointError(f"it is not complete: {problem}")
+            staged = folder if self._config.log == "path" else self._stage(folder, step)
+        except (OSError, shutil.Error, CheckpointError) as error:  # a full disk may not end the training
+            logger.error("Checkpoint %s is not logged to MLflow: %s", folder, error)
+            self.failed.append(step)
+            return False
         with self._changed:
             if self._config.log == "last":  # one that still waits is out of date now
                 for job in self._jobs:
@@ -208,12 +210,7 @@ class CheckpointUploader:
     def _stage(self, folder: Path, step: int) -> Path:
         self._staging.mkdir(parents=True, exist_ok=True)
         target = self._staging / f"checkpoint-{step}-{next(self._numbers)}"
-        try:
-            shutil.copytree(folder, target, copy_function=_link)
-        except (OSError, shutil.Error) as error:
-            raise CheckpointError(
-                f"{folder} could not be linked into {target}: {error}.", "Check the space on that disk."
-            ) from error
+        shutil.copytree(folder, target, copy_function=_link)
         return target
 
 
