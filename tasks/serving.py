@@ -38,7 +38,7 @@ def wait_for_server(run: PreparedRun, slot: ServerSlot, trainer: TrainerProcess)
 
     def on_progress(line: str) -> None:
         trainer.raise_if_failed()
-        console().status(line)
+        console().status(line.partition(":")[0])  # how long it takes; what vLLM says meanwhile is in its log
 
     console().status(f"starting vLLM on {run.placement.device}" if slot.is_ours else f"waiting for {slot.url}")
     slot.start(run.run_dir, timeout_s, on_progress)

@@ -11,6 +11,7 @@ from uuid import UUID
 from prefect import task
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
+from asyncgrpo_core.launch.finishing import note_wall_time
 from asyncgrpo_core.launch.preparation import PreparedRun
 from asyncgrpo_core.launch.progress import Progress, console, read_progress
 from asyncgrpo_core.launch.trainer_process import TrainerProcess, start_trainer
@@ -19,6 +20,7 @@ from tasks.flow_state import CancelRequested, is_cancelled
 from tasks.options import SIDE_EFFECT
 
 POLL_S = 0.5
+NOTE_EVERY_S = 2.0
 CANCEL_POLL_S = 10.0
 ARTIFACT_EVERY_S = 5.0
 
@@ -48,6 +50,7 @@ def train_policy(run: PreparedRun, trainer: TrainerProcess, server: ServerSlot) 
         CancelRequested: the flow run was cancelled.
     """
     bar = _ProgressBar()
+    next_note = time.monotonic()
     next_cancel_poll = time.monotonic() + CANCEL_POLL_S
     while trainer.is_running():
         progress = read_progress(run.run_dir)
@@ -55,6 +58,9 @@ def train_policy(run: PreparedRun, trainer: TrainerProcess, server: ServerSlot) 
             console().progress(progress)
             bar.show(progress)
         server.raise_if_dead()
+        if time.monotonic() >= next_note:
+            next_note = time.monotonic() + NOTE_EVERY_S
+            note_wall_time(run)
         if time.monotonic() >= next_cancel_poll:
             next_cancel_poll = time.monotonic() + CANCEL_POLL_S
             if is_cancelled(run.attempt.flow_run_id):

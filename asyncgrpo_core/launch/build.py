@@ -11,6 +11,7 @@ from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.launch.config import RunConfig
 from asyncgrpo_core.launch.dataset import load_heldout_rows, load_train_dataset
 from asyncgrpo_core.launch.imports import import_object
+from asyncgrpo_core.launch.reward_probe import check_picklable, reward_name
 from asyncgrpo_core.launch.run_folder import Attempt
 from asyncgrpo_core.launch.training_section import TrainingSection
 
@@ -51,7 +52,7 @@ def load_inputs(cfg: RunConfig) -> Inputs:
     return Inputs(
         dataset=dataset,
         heldout=load_heldout_rows(cfg.data, cfg.evaluation.n),
-        rewards=[import_callable(path, f"rewards.{i}") for i, path in enumerate(cfg.rewards)],
+        rewards=check_rewards([import_callable(path, f"rewards.{i}") for i, path in enumerate(cfg.rewards)]),
         tools=[import_callable(path, f"tools.{i}") for i, path in enumerate(cfg.tools)],
         environment=environment,
         loop=import_loop(cfg.loop),
@@ -63,6 +64,17 @@ def import_callable(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"`{key}` = {path!r} is a {type(found).__name__}, not a function.", "Name a function.")
     return found
+
+
+def check_rewards(rewards: list[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """The reward functions, when all of them can be sent to the rollout process.
+
+    Raises:
+        ConfigError: one cannot be pickled; names it.
+    """
+    for function in rewards:
+        check_picklable(function, f"the reward function {reward_name(function)!r}")
+    return rewards
 
 
 def import_environment(value: str | dict[str, str] | None) -> Any:

@@ -55,12 +55,27 @@ def load_heldout_rows(data: DataSection, n: int) -> list[Row]:
     for row in rows:
         if len(taken) == n:
             break
-        row = dict(row)
-        if data.prompt_column in row:
-            row["prompt"] = row.pop(data.prompt_column)
-        taken.append(row)
+        taken.append(_renamed(row, data.prompt_column))
     check_rows(taken, "data.heldout")
     return taken
+
+
+def check_source(data: DataSection, key: str, *, needs_prompt: bool) -> None:
+    """Look at the rows of `data.train` or `data.heldout` without making a `datasets.Dataset` of them.
+
+    Raises:
+        ConfigError, DataError: as `load_train_dataset`.
+    """
+    args, split = getattr(data, f"{key}_args"), getattr(data, f"{key}_split")
+    rows = _load(getattr(data, key), args, split, data.revision, f"data.{key}")
+    check_rows((_renamed(row, data.prompt_column) for row in rows), f"data.{key}", needs_prompt=needs_prompt)
+
+
+def _renamed(row: Row, column: str) -> Row:
+    row = dict(row)
+    if column in row:
+        row["prompt"] = row.pop(column)
+    return row
 
 
 def check_rows(rows: Iterable[Row], key: str, *, needs_prompt: bool = True) -> None:

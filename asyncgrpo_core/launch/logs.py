@@ -35,6 +35,18 @@ def log_to_file(path: Path) -> logging.Handler:
     return handler
 
 
+def close_remote_handlers() -> None:
+    """Send what handlers still hold and take away all but the file: their server is about to be stopped.
+
+    Prefect's handler sends logs to its API from a background thread; it would try in vain for tens of seconds.
+    """
+    for logger in [logging.getLogger(), *_known_loggers()]:
+        for handler in list(logger.handlers):
+            handler.flush()
+            if not isinstance(handler, logging.FileHandler):
+                logger.removeHandler(handler)
+
+
 def _known_loggers() -> list[logging.Logger]:
     return [item for item in logging.Logger.manager.loggerDict.values() if isinstance(item, logging.Logger)]
 

@@ -16,6 +16,7 @@ from asyncgrpo_core.launch.run_folder import write_json
 PROGRESS_FILE = "progress.json"
 LINE_EVERY_STEPS = 5  # where the console is no terminal
 LINE_EVERY_S = 10.0
+PHASE_EVERY_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Console:
 
     def _is_due(self, progress: Progress) -> bool:
         if progress.phase != "training" or progress.step == 0:
-            return True
+            # "vLLM server starting, 5 s: ..." and the same with 10 s are one phase
+            same = _kind(progress.phase) == _kind(self._last)
+            return not same or time.monotonic() - self._last_at >= PHASE_EVERY_S
         return (
             progress.step - self._last_step >= LINE_EVERY_STEPS
             or progress.step == progress.max_steps
@@ -114,6 +117,10 @@ class Console:
             # The reader has gone (a closed terminal, `| head`): training goes on without a console.
             self._stream = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
             self._live = False
+
+
+def _kind(line: str) -> str:
+    return line.partition(",")[0]
 
 
 _console: Console | None = None

@@ -13,6 +13,13 @@ from asyncgrpo_core.launch.progress import Progress, write_progress
 if TYPE_CHECKING:
     from asyncgrpo_core.training.trainer import AsyncGRPOTrainer
 
+# metric -> field of Progress
+_SHOWN = {
+    "reward": "reward",
+    "rollout/generated_tokens_per_s": "tokens_per_s",
+    "sample/staleness_mean": "staleness",
+}
+
 
 class ProgressCallback(TrainerCallback):
     """Writes progress.json at every log (rank 0)."""
@@ -20,6 +27,7 @@ class ProgressCallback(TrainerCallback):
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._max_steps: int | None = None
+        self._known: dict[str, float] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Without max_steps the loop's own limit is only a ceiling, not where training ends.
@@ -28,17 +36,10 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        write_progress(
-            self._run_dir,
-            Progress(
-                "training",
-                step=state.global_step,
-                max_steps=self._max_steps,
-                reward=logs.get("reward"),
-                tokens_per_s=logs.get("rollout/generated_tokens_per_s"),
-                staleness=logs.get("sample/staleness_mean"),
-            ),
-        )
+        # A window without a finished group has no reward: the last known one stays on the line.
+        self._known |= {name: logs[name] for name in _SHOWN if name in logs}
+        values = {field: self._known.get(name) for name, field in _SHOWN.items()}
+        write_progress(self._run_dir, Progress("training", state.global_step, self._max_steps, **values))
 
     def on_save(self, args, state, control, **kwargs):
         if control.should_training_stop:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
-from asyncgrpo_core.errors import RewardError
+from asyncgrpo_core.errors import ConfigError, RewardError
 
 DUMMY = "0"  # the completion that is scored
 NUM_DUMMIES = 3  # more than one, so that a function that returns one number for all is found
@@ -33,7 +33,8 @@ def probe_reward(function: Callable[..., Any], row: dict[str, Any]) -> list[floa
         What the function returned.
 
     Raises:
-        RewardError: it cannot be pickled, raised, or returned no list of one number (or None) per completion.
+        ConfigError: it cannot be sent to the rollout process.
+        RewardError: it raised, or returned no list of one number (or None) per completion.
     """
     name = reward_name(function)
     check_picklable(function, f"the reward function {name!r}")
@@ -81,12 +82,12 @@ def check_picklable(thing: Any, what: str) -> None:
     """Rewards, tools and environments cross into the rollout process.
 
     Raises:
-        RewardError: it is a lambda, a closure, or holds something that cannot be pickled.
+        ConfigError: it is a lambda, a closure, or holds something that cannot be pickled.
     """
     try:
         pickle.dumps(thing)
     except (pickle.PicklingError, TypeError, AttributeError) as exc:
-        raise RewardError(
+        raise ConfigError(
             f"{what[0].upper()}{what[1:]} cannot be sent to the rollout process: {exc}.",
             "Define it at the top level of a module (no lambda, no closure); functools.partial and objects with "
             "__call__ work too.",

@@ -50,15 +50,17 @@ def serve(cfg: RunConfig) -> int:
     take_ownership(run_dir)
     slot = ServerSlot(command, command.base_url)
     before = signal.signal(signal.SIGTERM, _terminated)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` would have it ignored
     try:
         console().status("starting vLLM")
-        slot.start(run_dir, cfg.server.start_timeout_s, console().status)
+        slot.start(run_dir, cfg.server.start_timeout_s, lambda line: console().status(line.partition(":")[0]))
         console().say(ready_text(command.base_url, served_model_name(cfg), run_dir))
         while True:
             slot.raise_if_dead()
             time.sleep(0.5)
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
         slot.stop()
         release_ownership(run_dir)
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,10 +27,8 @@ from asyncgrpo_core.launch.embedded import (
     wait_until_healthy,
 )
 from asyncgrpo_core.launch.failure import TrainerFailed
-from asyncgrpo_core.launch.imports import resolve_model_path
-from asyncgrpo_core.launch.logs import log_to_file
-from asyncgrpo_core.launch.placement import place
-from asyncgrpo_core.launch.preparation import reachable_uri
+from asyncgrpo_core.launch.logs import close_remote_handlers, log_to_file
+from asyncgrpo_core.launch.preflight import check_code_and_rows, check_settings
 from asyncgrpo_core.launch.progress import console
 from asyncgrpo_core.launch.run_folder import choose_run_dir, make_run_dir, refuse_live_run
 
@@ -46,15 +46,17 @@ def run_training(cfg: RunConfig) -> int:
     if str(Path.cwd()) not in sys.path:  # a console script does not see the working folder's modules
         sys.path.insert(0, str(Path.cwd()))
     run_dir = choose_run_dir(cfg)
-    _check_cheap_things(cfg, run_dir)
+    refuse_live_run(run_dir)
+    check_settings(cfg)
     cfg.run_dir = str(run_dir)
     make_run_dir(run_dir)
     log_path = run_dir / "logs" / "flow.log"
+    os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")  # it would write to the console
     log_to_file(log_path)
     console().say(f"Run folder: {run_dir}")
     with _terminable():
         try:
-            with _prefect_api(run_dir):
+            with _prefect_api(run_dir, while_starting=partial(check_code_and_rows, cfg)):
                 return _run_flow(cfg, log_path)
         except AsyncGRPOError:
             logger.exception("The run ended with an error")
@@ -65,14 +67,6 @@ def run_training(cfg: RunConfig) -> int:
                 f"The run failed with {type(error).__name__}: {' '.join(str(error).split())[:500]}.",
                 f"The traceback is in {log_path}.",
             ) from error
-
-
-def _check_cheap_things(cfg: RunConfig, run_dir: Path) -> None:
-    """What would end the run anyway is found before a server is started for it."""
-    refuse_live_run(run_dir)
-    resolve_model_path(cfg.model.path)
-    place(cfg)
-    reachable_uri(cfg.tracking)
 
 
 def _run_flow(cfg: RunConfig, log_path: Path) -> int:
@@ -86,21 +80,26 @@ def _run_flow(cfg: RunConfig, log_path: Path) -> int:
 
 
 @contextmanager
-def _prefect_api(run_dir: Path) -> Iterator[None]:
-    """Prefect's API for this run: the configured one, or an embedded server, ended with the block."""
+def _prefect_api(run_dir: Path, while_starting: Callable[[], None]) -> Iterator[None]:
+    """Prefect's API for this run: the configured one, or an embedded server, ended with the block.
+
+    `while_starting` is called in any case; beside the embedded server's start it costs no time.
+    """
     url = configured_api_url()
     if url is not None:
         check_prefect_reachable(url)
+        while_starting()
         yield
         return
     server: EmbeddedPrefect = start_embedded(run_dir)
     try:
         console().status("starting the Prefect server")
-        # Importing takes seconds, and so does the server's start: both at once.
+        while_starting()
         importlib.import_module(FLOW)
         wait_until_healthy(server, console().status)
         yield
     finally:
+        close_remote_handlers()
         server.stop()
 
 
@@ -112,6 +111,8 @@ def _terminable() -> Iterator[None]:
         raise RunInterrupted(f"The run got {signal.Signals(number).name}.", "Continue it with --resume.")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # A shell that starts the command in the background lets it ignore Ctrl-C: an explicit `kill -INT` must work.
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:

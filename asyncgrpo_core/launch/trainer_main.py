@@ -18,6 +18,7 @@ from asyncgrpo_core.launch.loading import read_resolved
 from asyncgrpo_core.launch.progress import Progress, write_progress
 from asyncgrpo_core.launch.run_folder import read_attempt
 from asyncgrpo_core.launch.stopping import StopSignal, outlive_stdout
+from asyncgrpo_core.server.control import VLLMControl
 
 logger = logging.getLogger("asyncgrpo_core.launch.trainer")
 
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     config_path = Path(argv[0]).resolve()
     run_dir = config_path.parent
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per call to the server says nothing
     stop = StopSignal()
     stop.install()
     clear_error(run_dir)
@@ -74,8 +76,11 @@ def run(cfg: RunConfig, run_dir: Path, stop: StopSignal) -> None:
         heldout.trainer = trainer
         source.attach(trainer)
         tracking.log_settings(trainer)
-        stop.arm(trainer.request_stop)
         write_progress(run_dir, Progress("waiting for the vLLM server"))
+        with VLLMControl(attempt.server_url) as control:  # here, so that the wait counts as no training time
+            control.wait_until_ready(max(cfg.server.start_timeout_s, cfg.training.vllm_server_timeout))
+        write_progress(run_dir, Progress("sending the policy to the server"))
+        stop.arm(trainer.request_stop)
         summary = SummaryThread(run_dir, source, every_s=2.0)
         summary.start()
         try:
