@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 TOKEN_ROUTE = "/inference/v1/generate"
@@ -32,6 +32,7 @@ class ServerCapabilities:
         model_path: folder or hub name the server loaded.
         world_size: processes that hold weights.
         says_settings: it reported its configuration, so a setting that is None is one that it does not have.
+        raw: the replies themselves by route; of /server_info only the configuration (the rest is the host's environment).
     """
 
     version: str
@@ -54,6 +55,7 @@ class ServerCapabilities:
     model_path: str | None = None
     world_size: int | None = None
     says_settings: bool = False
+    raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def version_number(self) -> tuple[int, int]:
@@ -106,6 +108,7 @@ def parse_capabilities(
         model_path=model.get("model") or next((c["root"] for c in cards if c.get("root")), None),
         world_size=_section(config, "parallel_config").get("world_size"),
         says_settings=bool(config),
+        raw={"/version": version, "/v1/models": models, "/server_info": {"vllm_config": config} if config else None},
     )
 
 
