@@ -264,8 +264,10 @@ def _quiet() -> None:
         ("MLFLOW_HTTP_REQUEST_TIMEOUT", "30"),
         ("MLFLOW_DISABLE_TELEMETRY", "true"),
         ("DO_NOT_TRACK", "true"),
+        ("MLFLOW_LOGGING_LEVEL", "WARNING"),  # or the first start lists fifty migrations of an empty database
     ):
         os.environ.setdefault(name, value)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 def connect(uri: str) -> MlflowClient:
