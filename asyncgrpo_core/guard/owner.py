@@ -13,7 +13,7 @@ from pathlib import Path
 import asyncgrpo_core
 from asyncgrpo_core.errors import AsyncGRPOError
 from asyncgrpo_core.guard import process_table as table
-from asyncgrpo_core.guard.process_table import GUARD_MARK, RUN_MARK, ProcessId
+from asyncgrpo_core.guard.process_table import GUARD_MARK, RUN_MARK
 from asyncgrpo_core.guard.records import read_record, record_path
 
 _START_DEADLINE_S = 60.0  # the guard is a bare interpreter; a loaded machine may still take seconds
@@ -143,7 +143,7 @@ class GuardedProcess:
         self._swept = True
         record = read_record(record_path(self._run_dir, self.name))
         known = record.descendants if record is not None and record.guard_id == self._guard_id else []
-        left = kill_leftovers(self._guard_id, known)
+        left = table.kill_leftovers(self._guard_id, known)
         if left:
             raise AsyncGRPOError(
                 f"Processes {[p.pid for p in left]} of {self.name!r} could not be killed after their guard died.",
@@ -161,22 +161,6 @@ class GuardedProcess:
         if self._status_fd >= 0:
             os.close(self._status_fd)
             self._status_fd = -1
-
-
-def kill_leftovers(guard_id: str, known: list[ProcessId]) -> list[ProcessId]:
-    """Kill what carries a dead guard's mark, what it had listed, and everything below; returns what survived."""
-    spare = table.ancestors(os.getpid())
-    for _ in range(5):  # a fork in flight can add a process between the look and the kill
-        found = {p for p in known if table.is_running(p)} | set(table.marked(GUARD_MARK, guard_id))
-        for process in list(found):
-            found.update(table.descendants(process.pid))
-        targets = [p for p in found if p.pid not in spare]
-        if not targets:
-            return []
-        survivors = table.kill_all(targets)
-        if survivors:
-            return survivors
-    return []
 
 
 def log_tail(path: Path, n_lines: int) -> list[str]:

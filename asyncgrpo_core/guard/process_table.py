@@ -144,3 +144,19 @@ def kill_all(processes: list[ProcessId], timeout_s: float = 10.0) -> list[Proces
             break
         time.sleep(0.02)
     return left
+
+
+def kill_leftovers(guard_id: str, known: list[ProcessId]) -> list[ProcessId]:
+    """Kill what carries a dead guard's mark, what it had listed, and everything below; returns what survived."""
+    spare = ancestors(os.getpid())
+    for _ in range(5):  # a fork in flight can add a process between the look and the kill
+        found = {p for p in known if is_running(p)} | set(marked(GUARD_MARK, guard_id))
+        for process in list(found):
+            found.update(descendants(process.pid))
+        targets = [p for p in found if p.pid not in spare]
+        if not targets:
+            return []
+        survivors = kill_all(targets)
+        if survivors:
+            return survivors
+    return []

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from asyncgrpo_core.errors import AsyncGRPOError
 from asyncgrpo_core.guard import process_table as table
-from asyncgrpo_core.guard.owner import kill_leftovers
 from asyncgrpo_core.guard.records import GuardRecord, read_record
 
 _ENDING_S = 25.0  # beyond its grace, what a guard whose owner died may take before it is killed here
@@ -46,7 +45,7 @@ def _sweep_one(record: GuardRecord, path: Path) -> list[int]:
     candidates = set(record.descendants) | ({record.child} if record.child else set()) | {record.guard}
     found = {p for p in candidates if table.is_running(p)}
     found |= set(table.marked(table.GUARD_MARK, record.guard_id))
-    left = kill_leftovers(record.guard_id, sorted(candidates))
+    left = table.kill_leftovers(record.guard_id, sorted(candidates))
     if left:
         raise AsyncGRPOError(
             f"Processes {[p.pid for p in left]}, left by an earlier {record.name!r} of this run, could not be killed.",

@@ -32,7 +32,7 @@ class ServerCapabilities:
         model_path: folder or hub name the server loaded.
         world_size: processes that hold weights.
         says_settings: it reported its configuration, so a setting that is None is one that it does not have.
-        raw: the replies themselves by route; of /server_info only the configuration (the rest is the host's environment).
+        raw: the replies themselves by route; of /server_info only the configuration, not the host's environment.
     """
 
     version: str

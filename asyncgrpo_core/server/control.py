@@ -12,7 +12,6 @@ What differs between vLLM 0.26 and 0.33 is kept here and in capabilities.py:
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,33 +21,11 @@ import httpx
 from asyncgrpo_core.errors import ServerError
 from asyncgrpo_core.guard import GuardedProcess
 from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabilities
+from asyncgrpo_core.server.refusals import refusal
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_TIMEOUT_S = 5.0
-
-_DEV_ROUTES = frozenset(
-    [
-        "/pause",
-        "/resume",
-        "/init_weight_transfer_engine",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/collective_rpc",
-        "/weight_checker",
-        "/get_world_size",
-        "/reset_prefix_cache",
-        "/server_info",
-    ]
-)
-
-# A worker's error arrives inside two sentences that say nothing about it.
-_RPC_WRAPPER = re.compile(
-    r"Call to collective_rpc method failed: Worker failed with error '(.*)', "
-    r"please check the stack trace above for the root cause",
-    re.S,
-)
 
 
 class VLLMControl:
@@ -204,8 +181,8 @@ class VLLMControl:
         """
         try:
             self.finish_weight_update()
-        except ServerError as refusal:
-            logger.info("It could not be finished (%s); ending it by an empty update.", refusal.message)
+        except ServerError as refused:
+            logger.info("It could not be finished (%s); ending it by an empty update.", refused.message)
             try:
                 self.update_weights({})
             except ServerError as expected:
@@ -300,7 +277,7 @@ class VLLMControl:
                 "Start the vLLM server, or correct the URL (vllm_server_base_url, or server.url in a run's config).",
             ) from error
         if response.status_code != 200:
-            raise self._refusal(method, route, response)
+            raise refusal(self.base_url, method, route, response)
         if not response.content:
             return None
         try:
@@ -310,40 +287,3 @@ class VLLMControl:
                 f"{self.base_url} answered {method} {route} with something that is not JSON: {response.text[:200]!r}.",
                 "Check that a vLLM server listens there.",
             ) from error
-
-    def _refusal(self, method: str, route: str, response: httpx.Response) -> ServerError:
-        status = response.status_code
-        message = f"The vLLM server at {self.base_url} answered {status} to {method} {route}: {_error_text(response)}"
-        if status in (404, 405) and route in _DEV_ROUTES:
-            return ServerError(message, f"{route} needs VLLM_SERVER_DEV_MODE=1 in the server's environment.")
-        if "eight transfer not configured" in message:
-            return ServerError(
-                message,
-                "Start the server with --weight-transfer-config and the backend of this run, "
-                'e.g. --weight-transfer-config \'{"backend": "nccl"}\'.',
-            )
-        if status >= 500:
-            return ServerError(message, "The reason is in the server's log.")
-        return ServerError(message)
-
-
-def _error_text(response: httpx.Response) -> str:
-    """The server's own words, ending with a full stop."""
-    text = _RPC_WRAPPER.sub(lambda match: match[1], _unwrapped(response)).strip()[:1000]
-    return text if text.endswith((".", "!", "?")) else f"{text}."
-
-
-def _unwrapped(response: httpx.Response) -> str:
-    """The message out of the JSON shapes that vLLM and FastAPI put it in."""
-    try:
-        body = response.json()
-    except ValueError:
-        return response.text or "(empty reply)"
-    if isinstance(body, dict):
-        for key in ("error", "detail", "message"):
-            value = body.get(key)
-            if isinstance(value, dict) and "message" in value:
-                return str(value["message"])
-            if value:
-                return str(value)
-    return str(body)
