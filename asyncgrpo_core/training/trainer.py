@@ -54,6 +54,12 @@ def _no_collator(rows: list[Any]) -> dict[str, Any]:
     raise AssertionError("rows are packed by get_batch_samples; nothing is collated")
 
 
+def _eos_token_ids(policy: Any, processing_class: Any) -> list[int]:
+    """Every token that ends a reply: the generation config's and the tokenizer's (a chat template's end of turn)."""
+    own = processing_class.eos_token_id
+    return sorted({*policy.eos_token_ids, *([] if own is None else [own])})
+
+
 class AsyncGRPOTrainer(Trainer):
     """Trainer for GRPO with generation on a separate vLLM server (reference, AsyncGRPOTrainer).
 
@@ -138,7 +144,7 @@ class AsyncGRPOTrainer(Trainer):
                 "dataset": train_dataset,
                 "reward_funcs": reward_funcs,
                 "processing_class": processing_class,
-                "eos_token_ids": policy.eos_token_ids,
+                "eos_token_ids": _eos_token_ids(policy, processing_class),
                 "tools": tools,
                 "environment_factory": environment_factory,
             },
