@@ -85,7 +85,8 @@ class Console:
             return
         else:
             self._write(line + "\n")
-        self._last, self._last_step, self._last_at = line, progress.step, time.monotonic()
+        self._last, self._last_at = line, time.monotonic()
+        self._last_step = progress.step if progress.phase == "training" else -LINE_EVERY_STEPS
 
     def _is_due(self, progress: Progress) -> bool:
         if progress.phase != "training" or progress.step == 0:
