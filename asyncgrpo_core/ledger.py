@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 from asyncgrpo_core.errors import CheckpointError, LedgerError
-from asyncgrpo_core.ledger_counts import audit, counts
+from asyncgrpo_core.ledger_counts import CountsReader, audit, counts
 from asyncgrpo_core.ledger_schema import (
     INSERT_SAMPLE,
     INSERT_SLOT,
@@ -27,7 +27,7 @@ from asyncgrpo_core.ledger_schema import (
     last_seq_of,
 )
 
-__all__ = ["LedgerRow", "LedgerWriter", "SampleRow", "SlotRow", "audit", "counts", "last_seq"]
+__all__ = ["CountsReader", "LedgerRow", "LedgerWriter", "SampleRow", "SlotRow", "audit", "counts", "last_seq"]
 
 
 class LedgerWriter:

@@ -6,6 +6,7 @@ Nothing here asks the SlotBook: a bookkeeping error there shows up here as `lost
 from __future__ import annotations
 
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -39,24 +40,27 @@ _STUCK = f"""
     now AS (SELECT coalesce(max(worker), 0) AS worker FROM slot_events WHERE rolled_back = 0),
     front AS (SELECT epoch, position FROM slot_events, now
               WHERE rolled_back = 0 AND state = 'dispatched' AND generation = 0 AND slot_events.worker = now.worker
-              ORDER BY epoch DESC, position DESC LIMIT 1),
-    finished AS (SELECT epoch, row FROM samples GROUP BY epoch, row HAVING sum(state = 'waiting') = 0)
+              ORDER BY epoch DESC, position DESC LIMIT 1)
     SELECT count(*) FROM open, now
     WHERE open.worker < now.worker
        OR (open.state = 'requeued' AND EXISTS
               (SELECT 1 FROM front WHERE (front.epoch, front.position) > (open.epoch, open.position)))
-       OR (open.state IN ('scored', 'kept') AND EXISTS
-              (SELECT 1 FROM finished f JOIN sample_events s
-                 ON s.epoch = f.epoch AND s.row = f.row AND s.generation = open.generation AND s.rolled_back = 0
-               WHERE f.epoch = open.epoch AND f.row = open.row))
+       OR (open.state IN ('scored', 'kept')
+           AND EXISTS (SELECT 1 FROM sample_events g WHERE g.epoch = open.epoch AND g.row = open.row
+                       AND g.generation = open.generation AND g.event = 'generated' AND g.rolled_back = 0)
+           AND NOT EXISTS (SELECT 1 FROM sample_events g WHERE g.epoch = open.epoch AND g.row = open.row
+                       AND g.event = 'generated' AND g.rolled_back = 0 AND NOT EXISTS
+                           (SELECT 1 FROM sample_events e WHERE e.sample_id = g.sample_id
+                            AND e.event IN ('trained', 'dropped') AND e.rolled_back = 0)))
 """
 
+# A training row names the group (`record`) that its sample came with; the sample's own "generated" row must agree.
 _TWICE = """
     SELECT (SELECT count(*) FROM (SELECT 1 FROM trainings GROUP BY sample_id HAVING count(*) > 1))
-         + (SELECT count(*) FROM 
-           (SELECT 1 FROM trainings t LEFT JOIN sample_events g
-              ON g.sample_id = t.sample_id AND g.event = 'generated' AND g.rolled_back = 0
-            GROUP BY t.epoch, t.row HAVING count(DISTINCT coalesce(g.record, t.record)) > 1))
+         + (SELECT count(*) FROM (SELECT 1 FROM trainings GROUP BY epoch, row
+            HAVING count(DISTINCT coalesce(nullif(record, 0),
+                (SELECT g.record FROM sample_events g WHERE g.sample_id = trainings.sample_id
+                 AND g.event = 'generated' AND g.rolled_back = 0), 0)) > 1))
 """
 
 _AUDIT = {
@@ -75,6 +79,9 @@ _AUDIT = {
     "samples that were both trained and dropped": """
         SELECT count(*) FROM (SELECT 1 FROM sample_events WHERE rolled_back = 0
             AND event IN ('trained', 'dropped') GROUP BY sample_id HAVING count(DISTINCT event) > 1)""",
+    "trained samples whose row names another group than they were generated with": """
+        SELECT count(*) FROM trainings t JOIN sample_events g ON g.sample_id = t.sample_id
+            AND g.event = 'generated' AND g.rolled_back = 0 AND g.record <> t.record AND t.record > 0""",
     "trained samples that were never generated": """
         SELECT count(*) FROM trainings t WHERE NOT EXISTS (SELECT 1 FROM sample_events g
             WHERE g.sample_id = t.sample_id AND g.event = 'generated' AND g.rolled_back = 0)""",
@@ -100,6 +107,29 @@ def counts(path: Path) -> dict[str, Any]:
             return _counts(db)
         except sqlite3.DatabaseError as error:
             raise LedgerError(f"The ledger {path} cannot be read: {error}.", "Check the file.") from error
+
+
+class CountsReader:
+    """`counts`, asked often: spends at most a twentieth of the time on it (a long run's ledger has millions of rows).
+
+    Args:
+        path: the ledger.
+        share: largest share of the wall time spent counting.
+    """
+
+    def __init__(self, path: Path, share: float = 0.05) -> None:
+        self._path, self._share = Path(path), share
+        self._known: dict[str, Any] | None = None
+        self._next = 0.0
+
+    def read(self, *, fresh: bool = False) -> dict[str, Any]:
+        """The counts; those of a moment ago when it is too early to count again. `fresh` counts in any case."""
+        now = time.monotonic()
+        if self._known is None or fresh or now >= self._next:
+            self._known = counts(self._path)
+            after = time.monotonic()
+            self._next = after + (after - now) / self._share
+        return self._known
 
 
 def audit(path: Path) -> list[str]:

@@ -87,6 +87,10 @@ CREATE TABLE IF NOT EXISTS sample_events (
     attempt INTEGER NOT NULL, at REAL NOT NULL, rolled_back INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS sample_events_sample ON sample_events (sample_id, event);
 CREATE INDEX IF NOT EXISTS sample_events_slot ON sample_events (epoch, row);
+-- what the counts of run_summary.json go through every few seconds
+CREATE INDEX IF NOT EXISTS trained_samples ON sample_events (sample_id) WHERE event = 'trained' AND rolled_back = 0;
+CREATE INDEX IF NOT EXISTS trained_slots ON sample_events (epoch, row, record, sample_id)
+    WHERE event = 'trained' AND rolled_back = 0;
 -- the newest live row of every slot (sqlite takes the bare columns from the row that holds the maximum)
 CREATE VIEW IF NOT EXISTS slots AS
     SELECT epoch, row, position, generation, state, reason, step, group_id, model_version, reward, num_samples,

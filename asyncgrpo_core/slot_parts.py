@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from asyncgrpo_core.ledger_schema import LedgerRow, SampleRow, SlotRow
-from asyncgrpo_core.types import Slot, TrainingSample
+from asyncgrpo_core.types import GroupRecord, Slot, TrainingSample
 
 
 @dataclass
@@ -158,3 +158,32 @@ class RowLog:
             advantage=float(sample.advantage),
             rollout_id=sample.rollout_id,
         )
+
+
+def facts_of(record: GroupRecord) -> dict[str, Any]:
+    """What a ledger row says about a group, whatever became of it."""
+    return {
+        "group_id": record.group_id,
+        "model_version": record.model_version,
+        "reward": record.reward,
+        "num_samples": len(record.samples),
+        "error": record.error,
+    }
+
+
+def start_state(
+    open_slots: Mapping[tuple[int, int], OpenSlot], ended: EndedSlots, num_rows: int | None
+) -> dict[str, Any]:
+    """Where a new rollout worker starts and what it leaves out: what has ended, is kept or asked for by itself."""
+    if num_rows is None:
+        seen = [*ended.per_epoch(), *(epoch for epoch, _ in open_slots)]
+        return {"epoch": max(seen, default=-1) + 1, "position": 0, "skip": []}
+    taken = {key for key, entry in open_slots.items() if entry.state != "requeued"}
+    epoch, position = 0, 0
+    while (epoch, position) in taken or (epoch, position) in ended:
+        position += 1
+        if position >= num_rows:
+            epoch, position = epoch + 1, 0
+    skip = {key for key in taken if key > (epoch, position)}
+    skip.update(ended.after(epoch, position))
+    return {"epoch": epoch, "position": position, "skip": [list(key) for key in sorted(skip)]}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from asyncgrpo_core.errors import CheckpointError, LedgerError
 from asyncgrpo_core.ledger_schema import DROP_REASONS, LedgerRow
-from asyncgrpo_core.slot_parts import EndedSlots, OpenSlot, RowLog
+from asyncgrpo_core.slot_parts import EndedSlots, OpenSlot, RowLog, facts_of, start_state
 from asyncgrpo_core.types import GroupRecord, Slot, TrainingSample
 
 MAX_REGENERATIONS = 2
@@ -89,7 +89,7 @@ class SlotBook:
         if record.outcome == "scored" and record.samples:
             self._score(entry, record)
             return Applied(list(record.samples), None)
-        entry.facts = _facts(record)
+        entry.facts = facts_of(record)
         if record.outcome == "filtered":
             self._end(entry, "filtered")
             return Applied([], None)
@@ -189,7 +189,7 @@ class SlotBook:
                 self._open[key] = OpenSlot(slot, 0, "kept")
         for key in sorted(self._open):
             self._replan(self._open[key], key in kept, buffered_samples)
-        return self._start_state()
+        return start_state(self._open, self._ended, self.num_rows)
 
     def pending_regenerations(self) -> list[Regeneration]:
         """What has been asked to be generated again and not been announced by the worker, oldest first."""
@@ -267,7 +267,7 @@ class SlotBook:
         entry.samples = {sample.sample_id: None for sample in record.samples}
         if len(entry.samples) != len(record.samples):
             raise LedgerError(f"Group {record.group_id} of slot {entry.slot} has two samples with the same sample_id.")
-        entry.facts = _facts(record)
+        entry.facts = facts_of(record)
         entry.record = self._log.slot(entry, "scored")
         for sample in record.samples:
             self._log.generated(sample, entry)
@@ -343,30 +343,6 @@ class SlotBook:
             entry.state = "requeued" if entry.generation == 0 else "regenerate"
             self._log.slot(entry, entry.state)
 
-    def _start_state(self) -> dict[str, Any]:
-        if self.num_rows is None:
-            seen = [*self._ended.per_epoch(), *(epoch for epoch, _ in self._open)]
-            return {"epoch": max(seen, default=-1) + 1, "position": 0, "skip": []}
-        taken = {key for key, entry in self._open.items() if entry.state != "requeued"}
-        epoch, position = 0, 0
-        while (epoch, position) in taken or (epoch, position) in self._ended:
-            position += 1
-            if position >= self.num_rows:
-                epoch, position = epoch + 1, 0
-        skip = {key for key in taken if key > (epoch, position)}
-        skip.update(self._ended.after(epoch, position))
-        return {"epoch": epoch, "position": position, "skip": [list(key) for key in sorted(skip)]}
-
 
 def _key(slot: Slot) -> tuple[int, int]:
     return slot.epoch, slot.position
-
-
-def _facts(record: GroupRecord) -> dict[str, Any]:
-    return {
-        "group_id": record.group_id,
-        "model_version": record.model_version,
-        "reward": record.reward,
-        "num_samples": len(record.samples),
-        "error": record.error,
-    }

@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncgrpo_core.errors import TrackerError
-from asyncgrpo_core.tracking.reach import sqlite_path
-from asyncgrpo_core.tracking.run_record import TrackedRun, flatten, param_text, tag_text, write_run_file
+from asyncgrpo_core.tracking.run_record import (
+    TrackedRun,
+    artifact_location,
+    flatten,
+    param_text,
+    tag_text,
+    write_run_file,
+)
 from asyncgrpo_core.tracking.settings import TrackingConfig
 from asyncgrpo_core.tracking.sink import BufferedSink, MetricPoint, PointsRefused, metric_name
 
@@ -86,12 +92,6 @@ def run_status(run_id: str, *, uri: str) -> str:
     """RUNNING, FINISHED, FAILED or KILLED."""
     with _named(uri):
         return connect(uri).get_run(run_id).info.status
-
-
-def set_tags(run_id: str, tags: Mapping[str, str], *, uri: str) -> None:
-    """Set tags on the run (values over 8000 characters are cut, and say so)."""
-    with _named(uri):
-        _log_tags(connect(uri), run_id, tags)
 
 
 def log_files(run_id: str, path: Path, artifact_path: str | None = None, *, uri: str) -> None:
@@ -196,15 +196,8 @@ def register_final(name: str, run_id: str, step: int, *, uri: str, alias: str = 
     return str(version)
 
 
-def artifact_path(step: int) -> str:
-    """Where the checkpoint of a step lies among the run's artifacts."""
-    return f"checkpoints/checkpoint-{step}"
-
-
 class CheckpointArtifacts:
     """The checkpoints of one run in its artifact store. A tag, set after the upload, says which are complete."""
-
-    _TAG = "asyncgrpo.checkpoint."
 
     def __init__(self, uri: str, run_id: str) -> None:
         self.uri, self.run_id = uri, run_id
@@ -217,22 +210,16 @@ class CheckpointArtifacts:
 
     def mark(self, step: int, note: Mapping[str, Any]) -> None:
         """Declare the checkpoint of `step` complete; `note` is kept in the tag."""
-        self._client().set_tag(self.run_id, f"{self._TAG}{step}", json.dumps({"state": "complete", **note}))
+        self._client().set_tag(self.run_id, checkpoint_tag(step), json.dumps({"state": "complete", **note}))
 
     def mark_path(self, step: int, path: Path) -> None:
         """Note where a checkpoint lies on disk, without uploading it."""
-        self._client().set_tag(self.run_id, f"{self._TAG}{step}", json.dumps({"state": "path", "path": str(path)}))
+        self._client().set_tag(self.run_id, checkpoint_tag(step), json.dumps({"state": "path", "path": str(path)}))
 
     def complete(self) -> dict[int, dict[str, Any]]:
         """Step -> note of every complete checkpoint, oldest first."""
         with _named(self.uri):
-            tags = self._client().get_run(self.run_id).data.tags
-        found = {
-            int(name.removeprefix(self._TAG)): json.loads(value)
-            for name, value in tags.items()
-            if name.startswith(self._TAG) and name.removeprefix(self._TAG).isdigit()
-        }
-        return {step: found[step] for step in sorted(found) if found[step].get("state") == "complete"}
+            return complete_checkpoints(self._client().get_run(self.run_id).data.tags)
 
     def remove(self, step: int) -> None:
         """Take the mark away, then the files (in this order: a kill between leaves garbage, not a torn checkpoint)."""
@@ -240,8 +227,8 @@ class CheckpointArtifacts:
 
         client = self._client()
         run = client.get_run(self.run_id)
-        if f"{self._TAG}{step}" in run.data.tags:
-            client.delete_tag(self.run_id, f"{self._TAG}{step}")
+        if checkpoint_tag(step) in run.data.tags:
+            client.delete_tag(self.run_id, checkpoint_tag(step))
         repository = get_artifact_repository(run.info.artifact_uri, tracking_uri=self.uri)
         repository.delete_artifacts(artifact_path(step))
 
@@ -297,11 +284,8 @@ def _experiment(client: MlflowClient, name: str, uri: str) -> str:
 
     found = client.get_experiment_by_name(name)
     if found is None:
-        location = None
-        if uri.startswith("sqlite"):  # no server decides: artifacts lie beside the database, wherever we were started
-            location = (sqlite_path(uri).parent / "mlruns" / metric_name(name).replace("/", "_")).as_uri()
         try:
-            return client.create_experiment(name, artifact_location=location)
+            return client.create_experiment(name, artifact_location=artifact_location(uri, name))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run was faster
                 raise

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncgrpo_core.errors import TrackerError
+from asyncgrpo_core.tracking.reach import sqlite_path
+from asyncgrpo_core.tracking.sink import metric_name
 
 RUN_FILE = "mlflow.json"
 # Longer values are cut by MLflow without a word: cut them here, and say so.
 MAX_PARAM = 6000
 MAX_TAG = 8000
 _PARAM_CUT = " ... (cut; whole in config/resolved.json)"
+_CHECKPOINT_TAG = "asyncgrpo.checkpoint."
 _TAG_CUT = " ... (cut)"
 
 
@@ -49,6 +52,33 @@ def read_run_file(run_dir: Path) -> TrackedRun | None:
         return None
     except (ValueError, TypeError) as error:
         raise TrackerError(f"{path} is damaged: {error}.", "Delete it; the next start writes it anew.") from error
+
+
+def artifact_location(uri: str, experiment: str) -> str | None:
+    """Where a new experiment keeps its artifacts: beside a sqlite store, in mlruns/; None where a server decides."""
+    if not uri.startswith("sqlite"):
+        return None
+    return (sqlite_path(uri).parent / "mlruns" / metric_name(experiment).replace("/", "_")).as_uri()
+
+
+def artifact_path(step: int) -> str:
+    """Where the checkpoint of a step lies among the run's artifacts."""
+    return f"checkpoints/checkpoint-{step}"
+
+
+def checkpoint_tag(step: int) -> str:
+    """The tag that says whether the logged checkpoint of a step is complete."""
+    return f"{_CHECKPOINT_TAG}{step}"
+
+
+def complete_checkpoints(tags: Mapping[str, str]) -> dict[int, dict[str, Any]]:
+    """Step -> note of every checkpoint that a run's tags call complete, oldest first."""
+    found = {
+        int(name.removeprefix(_CHECKPOINT_TAG)): json.loads(value)
+        for name, value in tags.items()
+        if name.startswith(_CHECKPOINT_TAG) and name.removeprefix(_CHECKPOINT_TAG).isdigit()
+    }
+    return {step: found[step] for step in sorted(found) if found[step].get("state") == "complete"}
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

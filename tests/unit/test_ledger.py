@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo_core.errors import CheckpointError, LedgerError
-from asyncgrpo_core.ledger import LedgerWriter, SampleRow, SlotRow, audit, counts, last_seq
+from asyncgrpo_core.ledger import CountsReader, LedgerWriter, SampleRow, SlotRow, audit, counts, last_seq
 from asyncgrpo_core.slots import SlotBook
 from asyncgrpo_core.types import GroupRecord
 from tests.unit.test_slots import outcome, sample, scored, slot
@@ -243,12 +243,31 @@ def test_audit_names_contradictions(run):
             SlotRow(seq + 2, 1, 0, 101, 1, 0, "trained"),
             SampleRow(seq + 3, "ghost", 0, 102, 0, 0, "trained", step=1),
             SampleRow(seq + 4, "0a", 0, 100, 0, 0, "dropped", reason="stale"),
+            SampleRow(seq + 5, "0b", 0, 100, 0, 999, "trained", step=1),
         ]
     )
     run.flush()
     text = " | ".join(audit(run.path))
-    for part in ("went on after", "without a trained sample", "never generated", "both trained and dropped"):
+    for part in (
+        "went on after",
+        "without a trained sample",
+        "never generated",
+        "another group",
+        "both trained and dropped",
+    ):
         assert part in text
+
+
+def test_reader_does_not_count_again_at_once_unless_asked_to(run):
+    train(run, 0)
+    run.flush()
+    reader = CountsReader(run.path, share=1e-9)
+    assert reader.read()["trained"] == 1
+    train(run, 1)
+    run.flush()
+    assert reader.read()["trained"] == 1
+    assert reader.read(fresh=True)["trained"] == 2
+    assert CountsReader(run.path, share=1e9).read()["trained"] == 2
 
 
 # -- the writer -------------------------------------------------------------------------------------------------------
@@ -259,7 +278,7 @@ def test_sigkill_keeps_what_was_flushed(tmp_path):
     path = tmp_path / "ledger.sqlite"
     program = f"""
 import sys
-from asyncgrpo_core.ledger import LedgerWriter, SlotRow
+from asyncgrpo_core.ledger import CountsReader, LedgerWriter, SlotRow
 w = LedgerWriter({str(path)!r}, num_rows=None, every_s=0.001)
 seq = w.last_seq
 for p in range(10**9):
