@@ -254,9 +254,7 @@ class SlotBook:
             entry = self._open[_key(slot)] = OpenSlot(slot, generation, "dispatched")
             self._log.slot(entry, "dispatched")
         elif entry.generation != generation:
-            if entry.state != "kept" or entry.samples:
-                return None
-            entry.generation = generation  # kept, but its record is only read now
+            return None
         elif entry.state in ("requeued", "regenerate"):
             entry.state = "dispatched"
             self._log.slot(entry, "dispatched")

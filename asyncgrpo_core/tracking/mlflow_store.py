@@ -20,6 +20,9 @@ from asyncgrpo_core.errors import TrackerError
 from asyncgrpo_core.tracking.run_record import (
     TrackedRun,
     artifact_location,
+    artifact_path,
+    checkpoint_tag,
+    complete_checkpoints,
     flatten,
     param_text,
     tag_text,
