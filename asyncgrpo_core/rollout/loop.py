@@ -209,9 +209,9 @@ class AsyncRolloutLoop:
         """
         pipeline = None
         try:
-            await self._connect()
+            client = await self._connect()
             await self.setup()
-            pipeline = GroupPipeline(self, should_stop)
+            pipeline = GroupPipeline(self, client, should_stop)
             if on_ready is not None:
                 on_ready()
             await pipeline.run()
@@ -224,9 +224,9 @@ class AsyncRolloutLoop:
                 pipeline.close()
             await self._release()
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> GenerationClient:
         known = self.run_settings
-        self.client = GenerationClient(
+        client = self.client = GenerationClient(
             self.config.vllm_server_base_url,
             self.lora_name or self.model_name,
             use_token_route=bool(known.get("use_token_route")),
@@ -238,10 +238,11 @@ class AsyncRolloutLoop:
             api_key=known.get("api_key"),
         )
         if not {"use_token_route", "max_model_len", "max_logprobs"} <= known.keys():
-            facts = await self.client.facts()
-            self.client.use_token_route = known.get("use_token_route", facts.token_route)
-            self.client.max_logprobs = known.get("max_logprobs", facts.max_logprobs)
+            facts = await client.facts()
+            client.use_token_route = known.get("use_token_route", facts.token_route)
+            client.max_logprobs = known.get("max_logprobs", facts.max_logprobs)
             self.max_model_len = known.get("max_model_len", facts.max_model_len)
+        return client
 
     async def _release(self) -> None:
         try:

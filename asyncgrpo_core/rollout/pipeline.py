@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 from asyncgrpo_core.errors import RolloutError, ServerError
 from asyncgrpo_core.rollout.admission import RolloutGate, TokenAdmission
 from asyncgrpo_core.rollout.assemble import FinishedGroup, FinishedRollout, ended_record, make_group
+from asyncgrpo_core.rollout.clocks import REPORT_EVERY_S, LoadWatch, Reporter
 from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext, current_rollout
 from asyncgrpo_core.rollout.group_metrics import generation_events
-from asyncgrpo_core.rollout.load_control import POLL_EVERY_S, ConcurrencyCap
+from asyncgrpo_core.rollout.load_control import ConcurrencyCap
 from asyncgrpo_core.rollout.prompts import check_prompt, open_prompts
 from asyncgrpo_core.rollout.reconcile import reconcile
 from asyncgrpo_core.rollout.scoring import GroupScorer
-from asyncgrpo_core.server.generation import RequestRejectedError
-from asyncgrpo_core.server.load import parse_metrics
+from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError
 from asyncgrpo_core.types import GroupRecord, Rollout, Slot
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 _WAKE_EVERY_S = 0.02  # the trainer's shared values have no way to wake us
 _REGENERATIONS_EVERY_S = 0.25
 _HEARTBEAT_EVERY_S = 0.2
-_REPORT_EVERY_S = 1.0
 # A server that has answered nothing for this long while groups fail is down, not busy.
 _SILENT_SERVER_S = 120.0
 
@@ -63,7 +62,7 @@ class _Origin:
 class GroupPipeline:
     """One run of a loop; see the module's picture."""
 
-    def __init__(self, loop: AsyncRolloutLoop, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, loop: AsyncRolloutLoop, client: GenerationClient, should_stop: Callable[[], bool]) -> None:
         config = loop.config
         self._loop = loop
         self._should_stop = should_stop
@@ -88,21 +87,31 @@ class GroupPipeline:
         self._next_group_id = 0
         self._rejected_in_a_row = 0
         self._last_answer = time.monotonic()
-        self._preemptions: float | None = None
         self._eos = frozenset(loop.eos_token_ids)
         self._changed = asyncio.Event()
         self._last_put = time.monotonic()
+        self._load_watch = LoadWatch(client, self._cap, self._gate, loop.metrics_queue)
+        self._reporter = Reporter(
+            loop.metrics_queue,
+            lambda: loop.generated_tokens_value.value,
+            {
+                "rollout/concurrency": lambda: self._gate.running,
+                "rollout/concurrency_cap": lambda: self._cap.value,
+                "rollout/score_queue_size": self._score_queue.qsize,
+            },
+            self._report_if_quiet,
+        )
 
     async def run(self) -> None:
         """Run until the trainer says stop. Raises the first error of any task."""
         self._group_error = asyncio.get_running_loop().create_future()
-        await self._poll_load()  # the cap must hold before the first request
+        await self._load_watch.poll()  # the cap must hold before the first request
         heartbeat = asyncio.create_task(self._heartbeat())
         tasks = [
             heartbeat,
             asyncio.create_task(self._dispatch()),
-            asyncio.create_task(self._poll_loop()),
-            asyncio.create_task(self._report_loop()),
+            asyncio.create_task(self._load_watch.run()),
+            asyncio.create_task(self._reporter.run()),
             *(asyncio.create_task(self._score_loop()) for _ in range(max(1, self._loop.score_queue_maxsize))),
         ]
         try:
@@ -302,45 +311,10 @@ class GroupPipeline:
             self._loop.heartbeat_value.value = time.monotonic()
             await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
-    async def _poll_loop(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_EVERY_S)
-            await self._poll_load()
-
-    async def _poll_load(self) -> None:
-        text = await self._loop.client.metrics_text() if self._loop.client is not None else None
-        load = parse_metrics(text) if text is not None else None
-        self._gate.set_limit(self._cap.observe(load))
-        if load is None:
-            return
-        record = self._loop.metrics_queue.record
-        if load.kv_cache_usage is not None:
-            record("rollout/vllm_kv_cache_usage_frac", load.kv_cache_usage)
-        if load.running is not None:
-            record("rollout/vllm_running_requests", load.running)
-        if load.waiting is not None:
-            record("rollout/vllm_queued_requests", load.waiting)
-        if load.preemptions is not None:
-            before = self._preemptions
-            # a counter that went down belongs to a restarted server
-            delta = load.preemptions - before if before is not None and load.preemptions >= before else load.preemptions
-            if before is not None:
-                record("rollout/vllm_preemption_count", delta)
-            self._preemptions = load.preemptions
-
-    async def _report_loop(self) -> None:
-        tokens, since = self._loop.generated_tokens_value.value, time.monotonic()
-        while True:
-            await asyncio.sleep(_REPORT_EVERY_S)
-            total, now = self._loop.generated_tokens_value.value, time.monotonic()
-            outbox = self._loop.metrics_queue
-            outbox.put(("rollout/generated_tokens_per_s", "rate", float(total - tokens), now - since))
-            outbox.record("rollout/concurrency", self._gate.running)
-            outbox.record("rollout/concurrency_cap", self._cap.value)
-            outbox.record("rollout/score_queue_size", self._score_queue.qsize())
-            tokens, since = total, now
-            if now - self._last_put >= _REPORT_EVERY_S:
-                self._put(GroupRecord(outcome="report"))
+    def _report_if_quiet(self) -> None:
+        """Metrics and announcements must not wait for a group that takes minutes."""
+        if time.monotonic() - self._last_put >= REPORT_EVERY_S:
+            self._put(GroupRecord(outcome="report"))
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]], deadline_s: float = 5.0) -> None:

@@ -243,13 +243,13 @@ def _top_of_tokens(content: list[_Token], k: int) -> TopLogprobs:
     """
     num_tokens = len(content)
     flat = [entry for token in content for entry in token.top_logprobs]
-    if len(flat) != num_tokens * (k + 1) or any(
-        token.rank is None or len(token.top_logprobs) != k + 1 for token in content
-    ):
+    rank_list = [token.rank for token in content]
+    # no list is longer than the k + 1 that were asked for, so the total says whether all of them are full
+    if len(flat) != num_tokens * (k + 1) or None in rank_list:
         return _top_of_ragged(content, k)
     ids = np.array([entry.token_id for entry in flat], dtype=np.int32).reshape(num_tokens, k + 1)
     logprobs = np.array([entry.logprob for entry in flat], dtype=np.float32).reshape(num_tokens, k + 1)
-    ranks = np.array([token.rank for token in content], dtype=np.int32)
+    ranks = np.array(rank_list, dtype=np.int32)
     keep = np.ones((num_tokens, k + 1), dtype=bool)
     keep[np.arange(num_tokens), np.where(ranks > k, 0, k)] = False
     return _masked(ids[keep].reshape(num_tokens, k), logprobs[keep].reshape(num_tokens, k))

@@ -215,9 +215,10 @@ async def test_failed_groups_are_announced_and_generated_again_when_asked(tmp_pa
         run = loop_run(server, tmp_path)
         real = run.loop._connect
 
-        async def connect() -> None:
-            await real()
-            run.loop.client.max_retries, run.loop.client.backoff_s = 1, 0.001
+        async def connect():
+            client = await real()
+            client.max_retries, client.backoff_s = 1, 0.001
+            return client
 
         run.loop._connect = connect
         asked: list[Slot] = []
