@@ -70,6 +70,7 @@ def train_policy(run: PreparedRun, trainer: TrainerProcess, server: ServerSlot) 
     trainer.raise_if_failed()
     progress = read_progress(run.run_dir)
     if progress is not None:
+        console().progress(progress)
         bar.show(progress, at_once=True)
 
 

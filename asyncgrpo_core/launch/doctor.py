@@ -21,6 +21,7 @@ from asyncgrpo_core.launch.run_folder import RUNS_FOLDER
 from asyncgrpo_core.launch.vllm_server import plan_server
 
 FAIL_EXIT_CODE = 2
+SERVER_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _check_running_server(cfg: RunConfig, exam: Examination) -> None:
     model = cfg.model.served_model_name or resolve_model_path(cfg.model.path)
     training = cfg.training
     with VLLMControl(cfg.server.url, timeout_s=10.0) as control:
-        control.wait_until_ready(5.0)
+        control.wait_until_ready(SERVER_WAIT_S)
         wants = ServerWants(
             served_model_name=model,
             num_sampler_logprobs=training.num_sampler_logprobs if training.score_centering else 0,

@@ -65,12 +65,16 @@ class Console:
     """A live line on a terminal; elsewhere a line every few steps. A closed pipe ends the output, not the run."""
 
     def __init__(self, stream: TextIO | None = None, live: bool | None = None) -> None:
-        self._stream = stream or sys.stdout
+        self._given = stream
         self._live = self._stream.isatty() if live is None else live
         self._open_line = False
         self._last = ""
         self._last_step = -LINE_EVERY_STEPS
         self._last_at = float("-inf")
+
+    @property
+    def _stream(self) -> TextIO:
+        return self._given or sys.stdout
 
     def progress(self, progress: Progress) -> None:
         """Show the newest state; cheap to call often."""
@@ -116,7 +120,7 @@ class Console:
             self._stream.flush()
         except BrokenPipeError:
             # The reader has gone (a closed terminal, `| head`): training goes on without a console.
-            self._stream = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
+            self._given = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process
             self._live = False
 
 
