@@ -39,7 +39,9 @@ class AsyncGRPOConfig(TrainingArguments):
     # -- defaults that differ from TrainingArguments
     logging_steps: float = _help("Optimizer steps per logging window.", 1)
     gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", True)
-    bf16: bool | None = _help("bf16 mixed precision; None means True unless fp16 is set.", None)
+    bf16: bool | None = _help(  # type: ignore[assignment]
+        "bf16 mixed precision; None means True unless fp16 is set.", None
+    )
     learning_rate: float = _help("Initial learning rate.", 1e-6)
     lr_scheduler_type: str = _help("A decaying schedule needs an explicit max_steps.", "constant")
     ignore_data_skip: bool = _help("Always True: a live rollout queue cannot be replayed.", True)
@@ -121,7 +123,7 @@ class AsyncGRPOConfig(TrainingArguments):
         super().__post_init__()
 
     def _resolve_device(self) -> None:
-        passed = self._passed
+        passed: frozenset[str] = self.__dict__.get("_passed", frozenset())
         accelerator = torch.accelerator.is_available() and not self.use_cpu
         if self.bf16 is None:
             self.bf16 = accelerator and not self.fp16

@@ -256,6 +256,9 @@ class Pipeline:
         for name in ("pause", "barrier", "transfer"):
             self.window.add(f"perf/weight_sync_{name}_s", getattr(report, f"{name}_s"))
         self.window.add("perf/weight_sync_s", report.total_s)
+        if report.verified is not None:  # beyond the reference: how far the server's canary was off
+            self.window.add("sync/canary_logp_difference/max", report.max_abs_logp_diff)
+            self.window.add("sync/verify_s", report.verify_s)
         return report
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncgrpo_core.models.forward import score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
@@ -35,7 +35,7 @@ def canary_tokens(trainer: AsyncGRPOTrainer) -> list[int]:
     dataset = trainer.train_dataset
     first = next(iter(dataset)) if dataset is not None else {}
     if "prompt" in first:
-        kwargs = trainer.args.chat_template_kwargs or {}
+        kwargs = cast(dict[str, Any], trainer.args.chat_template_kwargs or {})
         text = tokenizer.apply_chat_template(first["prompt"], tokenize=False, add_generation_prompt=True, **kwargs)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids = list(ids) or tokenizer(_CANARY_TEXT, add_special_tokens=False)["input_ids"]
