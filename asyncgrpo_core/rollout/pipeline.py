@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,8 @@ from asyncgrpo_core.rollout.clocks import REPORT_EVERY_S, LoadWatch, Reporter
 from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext, current_rollout
 from asyncgrpo_core.rollout.group_metrics import generation_events
 from asyncgrpo_core.rollout.load_control import ConcurrencyCap
-from asyncgrpo_core.rollout.prompts import check_prompt, open_prompts
+from asyncgrpo_core.rollout.picker import Picked, PromptPicker
+from asyncgrpo_core.rollout.prompts import open_prompts
 from asyncgrpo_core.rollout.reconcile import reconcile
 from asyncgrpo_core.rollout.scoring import GroupScorer
 from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WAKE_EVERY_S = 0.02  # the trainer's shared values have no way to wake us
-_REGENERATIONS_EVERY_S = 0.25
 _HEARTBEAT_EVERY_S = 0.2
 # A server that has answered nothing for this long while groups fail is down, not busy.
 _SILENT_SERVER_S = 120.0
@@ -66,26 +65,24 @@ class GroupPipeline:
         config = loop.config
         self._loop = loop
         self._should_stop = should_stop
-        self._prompts = open_prompts(
+        prompts = open_prompts(
             loop.dataset,
             config.seed,
             config.train_sampling_strategy,
             start_index=loop.dataset_start_index,
             resume_state=loop.resume_state,
         )
+        self._picker = PromptPicker(prompts, loop.rollout_buffer.take_regenerations, loop.filter_prompt)
         self._admission = TokenAdmission(loop.token_allowance.value)
         self._cap = ConcurrencyCap(config.max_concurrent_rollouts, loop.max_model_len)
         self._gate = RolloutGate(config.max_concurrent_rollouts)
         self._scorer = GroupScorer(loop.reward_funcs)
         self._score_queue: asyncio.Queue[FinishedGroup] = asyncio.Queue(loop.score_queue_maxsize)
-        self._regenerations: deque[tuple[Slot, int]] = deque()
-        self._regenerations_read_at = 0.0
         self._dispatched: list[tuple[Slot, int]] = []
         self._groups: set[asyncio.Task[None]] = set()
         self._group_error: asyncio.Future[None] | None = None
         self._open_rollouts = 0  # of all groups
         self._next_group_id = 0
-        self._rejected_in_a_row = 0
         self._last_answer = time.monotonic()
         self._eos = frozenset(loop.eos_token_ids)
         self._changed = asyncio.Event()
@@ -133,44 +130,15 @@ class GroupPipeline:
     async def _dispatch(self) -> None:
         while True:
             await self._wait_for_room()
-            self._read_regenerations()
-            if self._regenerations:
-                slot, generation = self._regenerations.popleft()
-                row = self._prompts.row(slot)
-            else:
-                slot, row = next(self._prompts)
-                generation = 0
-                if not self._admit_prompt(slot, row):
-                    await asyncio.sleep(0)
-                    continue
-            self._start_group(slot, generation, row)
-
-    def _read_regenerations(self) -> None:
-        now = time.monotonic()
-        if now - self._regenerations_read_at < _REGENERATIONS_EVERY_S:
-            return
-        self._regenerations_read_at = now
-        asked = self._loop.rollout_buffer.take_regenerations()
-        if asked:
-            # oldest first: a long rollout that went stale must not be put off behind newer ones
-            order = sorted([*self._regenerations, *asked], key=lambda item: (item[0].epoch, item[0].position))
-            self._regenerations = deque(order)
-
-    def _admit_prompt(self, slot: Slot, row: dict[str, Any]) -> bool:
-        if self._loop.filter_prompt(slot.row, row, slot.epoch):
-            self._rejected_in_a_row = 0
-            return True
-        self._rejected_in_a_row += 1
-        self._dispatched.append((slot, 0))
-        self._put(GroupRecord(outcome="filtered", slot=slot))
-        per_epoch = self._prompts.prompts_per_epoch
-        if per_epoch is not None and self._rejected_in_a_row >= per_epoch:
-            raise RolloutError(
-                f"filter_prompt rejected all {per_epoch} prompts of an epoch (up to epoch {slot.epoch}); "
-                "no batch can reach the trainer after that.",
-                "Loosen filter_prompt or end the run earlier (num_train_epochs, max_steps).",
-            )
-        return False
+            picked, rejected = self._picker.pick()
+            if picked is not None:
+                self._start_group(picked)
+                continue
+            assert rejected is not None
+            self._dispatched.append((rejected, 0))
+            self._put(GroupRecord(outcome="filtered", slot=rejected))
+            self._picker.check_rejections()
+            await asyncio.sleep(0)  # a filter may reject many prompts in a row
 
     async def _wait_for_room(self) -> None:
         waited_from: float | None = None
@@ -189,13 +157,8 @@ class GroupPipeline:
         if waited_from is not None:
             self._loop.metrics_queue.record("rollout/backpressure_s", time.monotonic() - waited_from)
 
-    def _start_group(self, slot: Slot, generation: int, row: dict[str, Any]) -> None:
-        if not isinstance(row, dict) or "prompt" not in row:
-            columns = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise RolloutError(
-                f'Dataset row {slot.row} has no "prompt" (it has {columns}).', 'Give the dataset a "prompt" column.'
-            )
-        check_prompt(row["prompt"], slot.row)
+    def _start_group(self, picked: Picked) -> None:
+        slot, generation, row = picked
         origin = _Origin(slot, generation, self._next_group_id, self._loop.config.num_generations)
         self._next_group_id += 1
         self._open_rollouts += origin.open_rollouts

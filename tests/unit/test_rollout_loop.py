@@ -290,7 +290,7 @@ async def test_bad_prompts_stop_the_run(tmp_path) -> None:
         with pytest.raises(DataError, match="row 0"):
             await run.until(lambda: False)
         run = loop_run(server, tmp_path, rows=[{"question": "q"}])
-        with pytest.raises(RolloutError, match='no "prompt"'):
+        with pytest.raises(DataError, match='no "prompt"'):
             await run.until(lambda: False)
 
 
