@@ -256,7 +256,7 @@ class Pipeline:
         for name in ("pause", "barrier", "transfer"):
             self.window.add(f"perf/weight_sync_{name}_s", getattr(report, f"{name}_s"))
         self.window.add("perf/weight_sync_s", report.total_s)
-        if report.verified is not None:  # beyond the reference: how far the server's canary was off
+        if report.max_abs_logp_diff is not None:  # beyond the reference: how far the server's canary was off
             self.window.add("sync/canary_logp_difference/max", report.max_abs_logp_diff)
             self.window.add("sync/verify_s", report.verify_s)
         return report
@@ -303,7 +303,7 @@ class Pipeline:
             now.overlapped_s = base.overlapped_s + self.overlap.overlapped_s
             now.window_s = base.window_s + self.overlap.total_s
         if self.publisher is not None:
-            now.sync = _add_sync(base.sync, self.publisher.stats())
+            now.sync = self.publisher.stats(base.sync)
         return now
 
     def rollout_state(self, global_step: int) -> RolloutState:
@@ -319,19 +319,6 @@ class Pipeline:
         assert self.source is not None
         self.source.drain()
         return list(self.source.pending)
-
-
-def _add_sync(base: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Add the sync numbers of earlier attempts to this attempt's."""
-    if not base:
-        return dict(now)
-    total = dict(now)
-    for name in ("count", "verified", "unverified"):
-        total[name] = base[name] + now[name]
-    total["max_abs_logp_diff"] = max(base["max_abs_logp_diff"], now["max_abs_logp_diff"])
-    if total["count"]:
-        total["mean_s"] = (base["mean_s"] * base["count"] + now["mean_s"] * now["count"]) / total["count"]
-    return total
 
 
 def _set_aside(ledger: Path) -> None:
