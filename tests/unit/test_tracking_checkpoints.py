@@ -33,10 +33,12 @@ class FolderStore:
         self.paths: dict[int, Path] = {}
         self.go = threading.Event()
         self.go.set()
+        self.entered = threading.Event()
         self.failures = 0
         self.log: list[str] = []
 
     def put(self, folder: Path, step: int) -> None:
+        self.entered.set()
         assert self.go.wait(30)
         if self.failures:
             self.failures -= 1
@@ -159,7 +161,9 @@ def test_policy_path_uploads_nothing(store, out):
 def test_policy_last_leaves_out_what_is_out_of_date_before_it_was_sent(store, out):
     store.go.clear()
     up = uploader(store, out, log="last")
-    for step in (10, 20, 30):
+    up.submit(make_checkpoint(out, 10), 10)
+    assert store.entered.wait(10)  # 10 is on its way
+    for step in (20, 30):
         up.submit(make_checkpoint(out, step), step)
     store.go.set()
     assert up.close(10)
