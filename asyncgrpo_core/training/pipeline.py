@@ -144,7 +144,7 @@ class Pipeline:
             self.policy_version,
             report.max_abs_logp_diff,
         )
-        self._start_worker(samples, has_token_route=capabilities.token_in_token_out)
+        self._start_worker(samples, capabilities)
 
     def _connect(self, policy: PolicyLink) -> ServerCapabilities:
         args = self.args
@@ -193,7 +193,7 @@ class Pipeline:
         self.book.continue_after(self.ledger.last_seq)
         return samples
 
-    def _start_worker(self, samples: list[TrainingSample], has_token_route: bool) -> None:
+    def _start_worker(self, samples: list[TrainingSample], capabilities: ServerCapabilities) -> None:
         args = self.args
         allowance = TokenAllowance(
             max_staleness=args.max_staleness, step_tokens=args.gradient_accumulation_steps * self.token_budget
@@ -208,6 +208,13 @@ class Pipeline:
             initial_allowance=allowance.value,
             initial_version=self.policy_version,
             log_path=self.run.run_dir / "logs" / "rollout.log",
+            run_settings={
+                "use_token_route": capabilities.token_in_token_out,
+                "max_model_len": capabilities.max_model_len,
+                "max_logprobs": capabilities.max_logprobs,
+                # A CPU engine dies of a seeded request as soon as a prefill is split over two engine steps.
+                "send_seed": not (capabilities.device_type == "cpu" and capabilities.chunked_prefill_possible),
+            },
             **self.worker_arguments,
         )
         assert self.ledger is not None

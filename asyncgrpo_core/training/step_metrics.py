@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 
@@ -25,7 +26,8 @@ def record_samples(window: MetricWindow, step: Step, version: int, now: float | 
         window.add("sample/time_in_queue_s", now - sample.queued_at)
         window.add("sample/staleness_mean", staleness)
         window.add("sample/staleness_max", staleness)
-        window.add("reward_kept", sample.reward)
+        if not math.isnan(sample.reward):  # no function scored its rollout: advantage 0, in no mean
+            window.add("reward_kept", sample.reward)
         window.add("reward_group_std", sample.group_reward_std)
         for name, std in sample.func_group_stds.items():
             window.add(f"rewards/{name}/group_std", std)

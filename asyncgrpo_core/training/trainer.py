@@ -25,6 +25,7 @@ from asyncgrpo_core.models.forward import install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
 from asyncgrpo_core.packing.layout import pack_row
 from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
+from asyncgrpo_core.rollout.worker import refuse_unguarded_script
 from asyncgrpo_core.training.callbacks import PipelineCallback
 from asyncgrpo_core.training.checkpoint import load_rollout_state, resolve_resume, save_rollout_state
 from asyncgrpo_core.training.clock import StepClock
@@ -101,6 +102,7 @@ class AsyncGRPOTrainer(Trainer):
         *,
         run: RunContext | None = None,
     ) -> None:
+        refuse_unguarded_script()
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = AsyncGRPOConfig(output_dir=f"{Path(name).name}-AsyncGRPO")

@@ -139,3 +139,10 @@ def test_a_metric_may_not_change_its_reduction():
     window.rate("perf/x_per_s", 1, 1)
     with pytest.raises(ValueError, match="perf/x_per_s"):
         window.add("perf/x_per_s", 1)
+
+
+def test_f024_a_rollout_that_no_function_scored_is_in_no_mean_of_rewards():
+    step = [microbatch(make_sample(0, reward=0.5), make_sample(0, reward=float("nan"), advantage=0.0, rollout=1))]
+    window = MetricWindow()
+    record_samples(window, step, version=0)
+    assert window.reduce()["reward_kept"] == 0.5
