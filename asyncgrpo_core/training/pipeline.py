@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncgrpo_core.errors import AsyncGRPOError
 from asyncgrpo_core.ledger import LedgerWriter
+from asyncgrpo_core.ledger_counts import CountsReader
 from asyncgrpo_core.metrics import MetricWindow
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.rollout.worker import RolloutWorker
@@ -112,6 +113,8 @@ class Pipeline:
         self.token_budget = args.token_budget or 0
         self._started_at = time.monotonic()
         self._unsynced_steps = 0
+        self._counts = CountsReader(run.run_dir / "ledger.sqlite")
+        self._stopped = False
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class Pipeline:
             WeightSyncError: the first sync could not be proved.
         """
         self._started_at = time.monotonic()
+        self._stopped = False
         capabilities = self._connect(policy)
         samples = self._open_books(resumed)
         self.publisher = make_publisher(
@@ -175,7 +179,8 @@ class Pipeline:
         self.buffer.clear()
         path = self.run.run_dir / "ledger.sqlite"
         if resumed is None:
-            _set_aside(path)
+            if self.run.attempt <= 1:  # a later attempt without a checkpoint rolls back what the earlier ones wrote
+                _set_aside(path)
             self.ledger = LedgerWriter(path, num_rows=self.num_rows)
             self.book.continue_after(self.ledger.last_seq)
             return []
@@ -295,6 +300,7 @@ class Pipeline:
             except Exception as error:
                 logger.exception("Closing a part of the pipeline failed")
                 errors.append(error)
+        self._stopped = True
         if errors:
             raise errors[0]
 
@@ -312,6 +318,10 @@ class Pipeline:
         if self.publisher is not None:
             now.sync = self.publisher.stats(base.sync)
         return now
+
+    def ledger_counts(self) -> dict[str, Any] | None:
+        """The `ledger` block of run_summary.json; at most a moment old, exact once the pipeline has stopped."""
+        return None if self.ledger is None else self._counts.read(fresh=self._stopped)
 
     def rollout_state(self, global_step: int) -> RolloutState:
         return RolloutState(

@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.ledger_counts import counts as ledger_counts
 from asyncgrpo_core.metrics import MetricWindow
 from asyncgrpo_core.models.forward import install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
@@ -322,7 +321,6 @@ class AsyncGRPOTrainer(Trainer):
         counters = self.pipeline.current_counters()
         rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
         tenth = max(len(rewards) // 10, 1)
-        ledger = self.pipeline.run.run_dir / "ledger.sqlite"
         seconds = max(counters.train_s, 1e-9)
         return {
             "global_step": self.state.global_step,
@@ -332,7 +330,7 @@ class AsyncGRPOTrainer(Trainer):
                 "first": sum(rewards[:tenth]) / tenth if rewards else None,
                 "last": sum(rewards[-tenth:]) / tenth if rewards else None,
             },
-            "ledger": ledger_counts(ledger) if ledger.exists() else None,
+            "ledger": self.pipeline.ledger_counts(),
             "weight_sync": counters.sync or None,
             "throughput": {
                 "generated_tokens_per_s": counters.generated_tokens / seconds,
