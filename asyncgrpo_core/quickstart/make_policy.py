@@ -5,9 +5,10 @@
 Everything comes from data generated here; nothing is downloaded. What the policy is, honestly:
 
 - Stage 1 teaches addition ("What is 37 plus 85?" -> "122") on the training side of the task's split.
-- Stage 2 goes on with the same prompts, but about half of the answers are wrong, in eight different ways
-  (`_MISTAKES`: off by one, a carry forgotten, digits swapped, subtracted instead, ...). The way is drawn at random
-  for each answer, so no prompt and no token tells which answers are wrong.
+- Stage 2 goes on with the same prompts, but 45 % of the answers are wrong, in nine different ways (`_MISTAKES`: a
+  digit mistyped, off by one, a carry forgotten, subtracted instead, a guess, ...). The way is drawn at random for
+  each answer, so no prompt and no token tells which answers are wrong. Its learning rate is a tenth of stage 1's:
+  at a third, the policy answers about as badly and forgets more of its addition (greedy 0.988 instead of 0.993).
 
 The result samples a right answer about half of the time at temperature 1 and spreads the rest over plausible
 mistakes, while greedy decoding is almost always right. What is left for reinforcement learning is to *prefer*
@@ -58,8 +59,8 @@ class Recipe:
     careless_steps: int = 200
     batch_size: int = 128
     clean_learning_rate: float = 3e-3
-    careless_learning_rate: float = 1e-3
-    wrong_share: float = 0.5
+    careless_learning_rate: float = 3e-4
+    wrong_share: float = 0.45
     warmup_steps: int = 50
     weight_decay: float = 0.01
     grad_clip: float = 1.0
@@ -79,15 +80,23 @@ def _without_carry(a: int, b: int, rng: random.Random) -> int:
     return columns if columns != a + b else a + b + 10
 
 
+def _slip(a: int, b: int, rng: random.Random) -> int:
+    """The right answer with one digit mistyped."""
+    digits = list(str(a + b))
+    digits[rng.randrange(len(digits))] = str(rng.randrange(10))
+    return int("".join(digits))
+
+
 _MISTAKES: tuple[tuple[float, Callable[[int, int, random.Random], int]], ...] = (
-    (3.0, lambda a, b, rng: a + b + rng.choice((-2, -1, 1, 2))),  # miscounted
-    (3.0, lambda a, b, rng: a + b + rng.choice((-10, 10))),  # tens miscounted
-    (2.0, _without_carry),
+    (5.0, _slip),
+    (3.0, lambda a, b, rng: rng.randrange(199)),  # guessed
+    (1.5, lambda a, b, rng: a + b + rng.choice((-2, -1, 1, 2))),  # miscounted
+    (1.5, lambda a, b, rng: a + b + rng.choice((-10, 10))),  # tens miscounted
+    (1.0, _without_carry),
     (1.0, _swap_digits),
     (1.0, lambda a, b, rng: abs(a - b)),  # subtracted
     (1.0, lambda a, b, rng: rng.choice((a, b))),  # repeated one of the numbers
     (1.0, lambda a, b, rng: (a + b) * 10 + rng.randrange(10)),  # one digit too many
-    (2.0, lambda a, b, rng: rng.randrange(199)),  # guessed
 )
 
 
