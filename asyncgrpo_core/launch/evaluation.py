@@ -35,7 +35,7 @@ class HeldoutCallback(TrainerCallback):
         settings: EvaluationSection,
         rows: list[dict[str, Any]],
         rewards: list[Callable[..., Any]],
-        on_result: Callable[[dict[str, Any]], None],
+        on_result: Callable[[dict[str, Any], int], None],
     ) -> None:
         self._run_dir = run_dir
         self._settings = settings
@@ -79,4 +79,4 @@ class HeldoutCallback(TrainerCallback):
         )
         write_heldout(self._run_dir, when, result.records)
         logger.info("Held-out reward %s training: %s (n=%d)", when, result.mean_reward, result.n)
-        self._on_result({"n": result.n, when: result.mean_reward})
+        self._on_result({"n": result.n, when: result.mean_reward}, step)

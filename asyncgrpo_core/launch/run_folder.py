@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -108,14 +109,14 @@ def _newest_run(name: str) -> Path:
     return max(found, key=lambda p: (p / CONFIG_FILE).stat().st_mtime)
 
 
-def make_run_dir(run_dir: Path) -> None:
+def make_run_dir(run_dir: Path, folders: Iterable[str] = ("logs", "checkpoints", "buffer", "heldout")) -> None:
     """Make the folder and the ones in it.
 
     Raises:
         ConfigError: it cannot be made or written.
     """
     try:
-        for name in ("logs", "checkpoints", "buffer", "heldout"):
+        for name in folders:
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         probe = run_dir / f".probe-{os.getpid()}"
         probe.write_text("")

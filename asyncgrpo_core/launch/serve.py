@@ -45,7 +45,7 @@ def serve(cfg: RunConfig) -> int:
     command = plan_server(cfg, place(cfg))
     assert command is not None
     refuse_live_run(run_dir)
-    make_run_dir(run_dir)
+    make_run_dir(run_dir, folders=["logs"])
     log_to_file(run_dir / "logs" / "flow.log")
     take_ownership(run_dir)
     slot = ServerSlot(command, command.base_url)

@@ -51,13 +51,18 @@ def run_training(cfg: RunConfig) -> int:
     cfg.run_dir = str(run_dir)
     make_run_dir(run_dir)
     log_path = run_dir / "logs" / "flow.log"
-    os.environ.setdefault("MLFLOW_CONFIGURE_LOGGING", "false")  # it would write to the console
+    for name in ("MLFLOW_CONFIGURE_LOGGING", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"):
+        os.environ.setdefault(name, "false")  # they would write to the console
     log_to_file(log_path)
     console().say(f"Run folder: {run_dir}")
     with _terminable():
         try:
             with _prefect_api(run_dir, while_starting=partial(check_code_and_rows, cfg)):
                 return _run_flow(cfg, log_path)
+        except KeyboardInterrupt as interrupt:
+            raise RunInterrupted(
+                f"The run in {run_dir} was interrupted.", "Continue it with --resume (and the same --run-dir)."
+            ) from interrupt
         except AsyncGRPOError:
             logger.exception("The run ended with an error")
             raise

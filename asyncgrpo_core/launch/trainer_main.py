@@ -10,6 +10,7 @@ import logging
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, RunInterrupted
 from asyncgrpo_core.launch.config import RunConfig
@@ -69,8 +70,13 @@ def run(cfg: RunConfig, run_dir: Path, stop: StopSignal) -> None:
 
     inputs = load_inputs(cfg)
     source = SummarySource()
-    heldout = HeldoutCallback(run_dir, cfg.evaluation, inputs.heldout, inputs.rewards, source.heldout)
     with Tracking(cfg, run_dir, attempt) as tracking:
+
+        def on_heldout(result: dict[str, Any], step: int) -> None:
+            source.heldout(result)
+            tracking.log({f"heldout/{when}": result.get(when) for when in ("before", "after")}, step)
+
+        heldout = HeldoutCallback(run_dir, cfg.evaluation, inputs.heldout, inputs.rewards, on_heldout)
         callbacks = [tracking.callback, heldout, ProgressCallback(run_dir)]
         trainer = build_trainer(cfg, run_dir, attempt, inputs, callbacks)
         heldout.trainer = trainer

@@ -10,6 +10,7 @@ from asyncgrpo_core.guard import GuardedProcess, start_guarded
 from asyncgrpo_core.launch.config import RunConfig
 from asyncgrpo_core.launch.failure import clear_error, read_error
 from asyncgrpo_core.launch.placement import Placement, trainer_threads
+from asyncgrpo_core.launch.progress import PROGRESS_FILE
 from asyncgrpo_core.launch.run_folder import CONFIG_FILE
 
 # When the flow is killed nothing may be left 10 s later: the trainer gets this long to save, then it is ended.
@@ -52,6 +53,7 @@ def start_trainer(cfg: RunConfig, run_dir: Path, placement: Placement) -> Traine
     Should this process die, the guard ends the trainer and then marks the run as interrupted.
     """
     clear_error(run_dir)
+    (run_dir / PROGRESS_FILE).unlink(missing_ok=True)  # an earlier attempt's
     process = start_guarded(
         [sys.executable, "-m", "asyncgrpo_core.launch.trainer_main", str(run_dir / CONFIG_FILE)],
         name="trainer-0",

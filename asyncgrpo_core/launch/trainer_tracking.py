@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,11 @@ class Tracking:
             self._system.start()
         self.callback = TrackingCallback(self._sink, self._uploader)
         return self
+
+    def log(self, metrics: Mapping[str, float | None], step: int) -> None:
+        """Metrics beside the trainer's own; None values are left out."""
+        if self._sink is not None:
+            self._sink.log({name: value for name, value in metrics.items() if value is not None}, step)
 
     def log_settings(self, trainer: AsyncGRPOTrainer) -> None:
         """The trainer's own arguments as they were resolved, beside the run's config (RUN/training_args.json)."""
