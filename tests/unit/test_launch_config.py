@@ -45,6 +45,15 @@ def test_the_example_is_the_embedded_quickstart():
     assert quickstart_config().checkpoint.every_steps == 10
 
 
+def test_the_quickstart_trains_with_the_settings_that_were_measured():
+    from asyncgrpo_core.quickstart.settings import TRAINING
+
+    cfg = quickstart_config()
+    for name, value in TRAINING.items():
+        found = cfg.server.max_model_len if name == "max_model_len" else getattr(cfg.training, name)
+        assert found == value, name
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_committed_config_is_accepted(path: Path):
     load_config(path)
