@@ -32,7 +32,7 @@ _PUBLIC = {
     "RolloutGroup": "asyncgrpo_core.types",
 }
 
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str):
