@@ -15,8 +15,12 @@ The clipped run had adam_beta2 0.95, the others 0.999; with score centering the 
 What else was tried: a constant 1.5e-4 wobbles (0.919 at step 70, 4 behind) where a linear decay does not; 3e-4 falls
 from 0.906 to 0.848 between steps 30 and 45 when 4 behind, and recovers; a constant 5e-4 collapsed within 30 steps (on
 an earlier start policy). 8 groups of 16 generate 40 % fewer tokens and reach less (0.936 instead of 0.953 at step 60).
+max_steps 60 with the same linear decay ends at 0.951, 0.951, 0.953 (the same three seeds) with 60k to 63k tokens.
 Generation takes over as the policy improves: at reward 0.96 a step generates about 2,000 tokens for its 128 samples,
 because most groups are all right and left out. So the run is short rather than run to the last percent.
+
+Through the real pipeline (vLLM on a CPU, weight sync every step, staleness 4 falling to 2, 2 busy cores), once: 256
+held-out prompts, sampled: 0.496 before, 0.973 after 70 steps.
 """
 
 from typing import Any
