@@ -29,6 +29,7 @@ from asyncgrpo_core.launch.embedded import (
 from asyncgrpo_core.launch.failure import TrainerFailed
 from asyncgrpo_core.launch.logs import close_remote_handlers, log_to_file
 from asyncgrpo_core.launch.preflight import check_code_and_rows, check_settings
+from asyncgrpo_core.launch.preparation import reachable_uri
 from asyncgrpo_core.launch.progress import console
 from asyncgrpo_core.launch.run_folder import choose_run_dir, make_run_dir, refuse_live_run
 
@@ -57,7 +58,7 @@ def run_training(cfg: RunConfig) -> int:
     console().say(f"Run folder: {run_dir}")
     with _terminable():
         try:
-            with _prefect_api(run_dir, while_starting=partial(check_code_and_rows, cfg)):
+            with _prefect_api(run_dir, while_starting=partial(_meanwhile, cfg)):
                 return _run_flow(cfg, log_path)
         except KeyboardInterrupt as interrupt:
             raise RunInterrupted(
@@ -72,6 +73,15 @@ def run_training(cfg: RunConfig) -> int:
                 f"The run failed with {type(error).__name__}: {' '.join(str(error).split())[:500]}.",
                 f"The traceback is in {log_path}.",
             ) from error
+
+
+def _meanwhile(cfg: RunConfig) -> None:
+    """Beside the Prefect server's start: what the flow would otherwise do after it."""
+    check_code_and_rows(cfg)
+    if reachable_uri(cfg.tracking) is not None:
+        from asyncgrpo_core.tracking.lookup import open_store
+
+        open_store(cfg.tracking)
 
 
 def _run_flow(cfg: RunConfig, log_path: Path) -> int:

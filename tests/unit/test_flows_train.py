@@ -23,14 +23,16 @@ from prefect.testing.utilities import prefect_test_harness
 
 import tasks.flow_state
 import tasks.training
-from asyncgrpo_core.errors import DataError, RunInterrupted, ServerError
+from asyncgrpo_core.errors import DataError, RunInterrupted, ServerError, TrackerError
 from asyncgrpo_core.guard import start_guarded
 from asyncgrpo_core.launch.config import RunConfig
 from asyncgrpo_core.launch.failure import TrainerFailed, clear_error
 from asyncgrpo_core.launch.loading import parse_config
 from asyncgrpo_core.launch.run_folder import read_attempt
 from asyncgrpo_core.launch.trainer_process import TrainerProcess
-from asyncgrpo_core.tracking.mlflow_store import run_status
+from asyncgrpo_core.tracking.lookup import find_run, open_store
+from asyncgrpo_core.tracking.mlflow_store import open_run, run_status
+from asyncgrpo_core.tracking.settings import TrackingConfig
 from asyncgrpo_core.tracking.summary import read_summary, validate_summary
 from flows.train import train
 from tasks.flow_state import CancelRequested, close_previous
@@ -321,3 +323,16 @@ def test_the_ui_form_refuses_an_unknown_key():
     schema = RunConfig.model_json_schema()
     assert schema["additionalProperties"] is False
     assert schema["$defs"]["ModelSection"]["additionalProperties"] is False
+
+
+def test_a_store_is_made_once_and_searched_by_tags(tmp_path):
+    settings = TrackingConfig(uri=f"sqlite:///{tmp_path / 'mlflow.db'}", experiment="e")
+    open_store(settings)
+    assert (tmp_path / "mlflow.db").is_file()
+    assert find_run(settings, {"asyncgrpo.name": "a"}) is None  # no experiment yet
+    for name in ("a", "b", "a"):
+        newest = open_run(settings, run_dir=tmp_path / name, tags={"asyncgrpo.name": name})
+    assert find_run(settings, {"asyncgrpo.name": "a"}) == newest.run_id
+    assert find_run(settings, {"asyncgrpo.name": "c"}) is None
+    with pytest.raises(TrackerError, match="no_such_driver"):
+        open_store(TrackingConfig(uri="postgresql+no_such_driver://host/db"))
