@@ -145,7 +145,7 @@ def build_trainer(
     Raises:
         ConfigError: the model or its tokenizer cannot be loaded, or the training settings are refused.
     """
-    from asyncgrpo_core.training.pipeline import RunContext
+    from asyncgrpo_core.training.run_context import RunContext
     from asyncgrpo_core.training.trainer import AsyncGRPOTrainer
 
     more: dict[str, Any] = {}

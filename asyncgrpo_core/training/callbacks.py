@@ -24,6 +24,7 @@ class PipelineCallback(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # a resumed state brings the intervals of the run before
         self._trainer.start_pipeline()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -33,6 +34,7 @@ class PipelineCallback(TrainerCallback):
             control.should_save = True
 
     def on_train_end(self, args, state, control, **kwargs):
+        self._trainer.training_has_ended = True
         self._trainer.pipeline.finish()
 
 

@@ -32,6 +32,7 @@ class RolloutState:
     policy_version: int
     slots: dict[str, Any]  # SlotBook.state_dict()
     counters: dict[str, Any]  # cumulative numbers of run_summary.json
+    unsynced_steps: int = 0  # steps trained since the last weight sync
     loop_state: dict[str, Any] | None = None  # a custom loop's own state_dict()
 
 

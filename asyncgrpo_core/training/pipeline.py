@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncgrpo_core.errors import AsyncGRPOError
+from asyncgrpo_core.errors import AsyncGRPOError, ServerError, WeightSyncError
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.ledger_counts import CountsReader
 from asyncgrpo_core.metrics import MetricWindow
@@ -27,53 +26,13 @@ from asyncgrpo_core.sync.publisher import Publisher, SyncReport, make_publisher
 from asyncgrpo_core.training.checkpoint import RolloutState
 from asyncgrpo_core.training.clock import OverlapMeter
 from asyncgrpo_core.training.config import AsyncGRPOConfig
+from asyncgrpo_core.training.run_context import Counters, PolicyLink, RunContext, count_one_more, set_aside
 from asyncgrpo_core.training.source import SampleSource, Step, TokenAllowance
 from asyncgrpo_core.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class RunContext:
-    """Where a run lives and what its launcher knows. A script needs none: `output_dir` is then the run folder.
-
-    Args:
-        run_dir: holds ledger.sqlite, buffer/ and logs/.
-        served_model_name: name of the policy on the server; None = the model's own name or path.
-        attempt: how often this run was started before, plus one.
-    """
-
-    run_dir: Path
-    served_model_name: str | None = None
-    attempt: int = 1
-
-
-@dataclass
-class Counters:
-    """Cumulative numbers of a run, carried from attempt to attempt in rollout_state.json."""
-
-    num_tokens: int = 0
-    generated_tokens: int = 0
-    trained_tokens: int = 0
-    train_s: float = 0.0
-    overlapped_s: float = 0.0
-    window_s: float = 0.0
-    sync: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class PolicyLink:
-    """How the pipeline reaches the policy that is being trained, without knowing torch.
-
-    parameters: the current weights under Hugging Face names; score: the trainer's log-probabilities of
-    tokens 1..n-1 of a canary; canary_ids: that canary; dtype and device: torch's own names.
-    """
-
-    parameters: Callable[[], Iterable[tuple[str, Any]]]
-    score: Callable[[list[int]], list[float]]
-    canary_ids: list[int]
-    dtype: str
-    device: str
+_STOP_MAY_FOLLOW_S = 1.0
 
 
 class Pipeline:
@@ -81,7 +40,8 @@ class Pipeline:
 
     Args:
         worker_arguments: keyword arguments for `RolloutWorker` that come from the trainer's constructor.
-        should_stop: asked while waiting for samples.
+        should_stop: asked while waiting for samples: asked to stop, or everything is trained.
+        stop_requested: whether somebody asked the run to stop early.
     """
 
     def __init__(
@@ -94,12 +54,13 @@ class Pipeline:
         worker_arguments: dict[str, Any],
         window: MetricWindow,
         should_stop: Callable[[], bool],
+        stop_requested: Callable[[], bool],
     ) -> None:
         self.args, self.run, self.window = args, run, window
         self.model_name = run.served_model_name or model_name
         self.num_rows = num_rows
         self.worker_arguments = worker_arguments
-        self._should_stop = should_stop
+        self._should_stop, self._stop_requested = should_stop, stop_requested
         self.counters = Counters()
         self.policy_version = 0
         self.control: VLLMControl | None = None
@@ -113,6 +74,7 @@ class Pipeline:
         self.token_budget = args.token_budget or 0
         self._started_at = time.monotonic()
         self._unsynced_steps = 0
+        self._first_sync_is_due = False
         self._counts = CountsReader(run.run_dir / "ledger.sqlite")
         self._stopped = False
 
@@ -143,6 +105,8 @@ class Pipeline:
             trainer_device=policy.device,
         )
         report = self.publisher.publish(self.policy_version, verify=True)
+        if self._first_sync_is_due:  # the checkpoint's last steps were never sent: this was their sync
+            self.counters.sync = count_one_more(self.counters.sync)
         logger.info(
             "Policy version %d is on the server (largest log-probability difference %.1e).",
             self.policy_version,
@@ -180,12 +144,13 @@ class Pipeline:
         path = self.run.run_dir / "ledger.sqlite"
         if resumed is None:
             if self.run.attempt <= 1:  # a later attempt without a checkpoint rolls back what the earlier ones wrote
-                _set_aside(path)
+                set_aside(path)
             self.ledger = LedgerWriter(path, num_rows=self.num_rows)
             self.book.continue_after(self.ledger.last_seq)
             return []
         state, samples, folder = resumed
-        self.policy_version = state.policy_version
+        self._first_sync_is_due = state.unsynced_steps > 0
+        self.policy_version = state.policy_version + self._first_sync_is_due
         self.counters = Counters(**state.counters)
         self.book.load_state_dict(state.slots)
         snapshot = folder / "ledger.sqlite"
@@ -251,12 +216,29 @@ class Pipeline:
         return self.source.next_step(num_microbatches)
 
     def finish_step(self, step: Step, step_number: int) -> None:
-        """Write the step into the books and send the weights when they are due."""
+        """Write the step into the books and send the weights when they are due.
+
+        Raises:
+            ServerError, WeightSyncError: the sync failed, and nobody had asked the run to stop.
+        """
         assert self.source is not None
         self.source.finish_step(step, step_number)
         self._unsynced_steps += 1
         if self._unsynced_steps >= self.args.weight_sync_steps:
+            self._sync_unless_stopping()
+
+    def _sync_unless_stopping(self) -> None:
+        # A killed launcher takes the server down while it asks the trainer to stop: a sync that fails then must
+        # not cost the last checkpoint. The next attempt's first sync sends these weights.
+        try:
             self.sync()
+        except (ServerError, WeightSyncError) as error:
+            deadline = time.monotonic() + _STOP_MAY_FOLLOW_S  # the server may be gone before the signal is here
+            while not self._stop_requested():
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+            logger.warning("The last weights were not sent, because the run is stopping: %s", error)
 
     def sync(self) -> SyncReport:
         """Send the current weights as the next policy version."""
@@ -278,7 +260,7 @@ class Pipeline:
         assert self.worker is not None
         self.worker.stop(timeout_s=30.0)
         if self._unsynced_steps:
-            self.sync()
+            self._sync_unless_stopping()
 
     def stop(self) -> None:
         """Close everything that was opened. The first error is raised after all were tried."""
@@ -329,6 +311,7 @@ class Pipeline:
             policy_version=self.policy_version,
             slots=self.book.state_dict(),
             counters=vars(self.current_counters()),
+            unsynced_steps=self._unsynced_steps,
         )
 
     def buffered_samples(self) -> list[TrainingSample]:
@@ -336,14 +319,3 @@ class Pipeline:
         assert self.source is not None
         self.source.drain()
         return list(self.source.pending)
-
-
-def _set_aside(ledger: Path) -> None:
-    """A run that starts anew in a used folder keeps the old ledger under another name."""
-    if not ledger.exists():
-        return
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(ledger.stat().st_mtime))
-    for suffix in ("", "-wal", "-shm"):
-        old = ledger.with_name(ledger.name + suffix)
-        if old.exists():
-            old.rename(ledger.with_name(f"ledger-{stamp}.sqlite{suffix}"))

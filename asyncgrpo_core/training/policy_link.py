@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from asyncgrpo_core.models.forward import score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
-from asyncgrpo_core.training.pipeline import PolicyLink
+from asyncgrpo_core.training.run_context import PolicyLink
 
 if TYPE_CHECKING:
     from asyncgrpo_core.training.trainer import AsyncGRPOTrainer

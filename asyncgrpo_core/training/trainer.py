@@ -32,8 +32,9 @@ from asyncgrpo_core.training.completions import format_completions
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_funcs
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
-from asyncgrpo_core.training.pipeline import Pipeline, RunContext
+from asyncgrpo_core.training.pipeline import Pipeline
 from asyncgrpo_core.training.policy_link import policy_link
+from asyncgrpo_core.training.run_context import RunContext
 from asyncgrpo_core.training.source import Step
 from asyncgrpo_core.training.step_metrics import record_batch, record_performance, record_samples
 from asyncgrpo_core.types import TrainingSample
@@ -133,6 +134,7 @@ class AsyncGRPOTrainer(Trainer):
         self.loss_is_scaled_for_ga = False  # the loss is a mean over one micro-batch
         self.loss_settings = LossSettings.from_config(args)
         self._stop_reason: str | None = None
+        self.training_has_ended = False
         self._step: Step | None = None
         self._resume_folder: Path | None = None
         self.pipeline = Pipeline(
@@ -151,6 +153,7 @@ class AsyncGRPOTrainer(Trainer):
             },
             window=self.window,
             should_stop=self._should_stop,
+            stop_requested=lambda: self._stop_reason is not None,
         )
 
     # -- start and stop -------------------------------------------------------------------------------------------
@@ -175,6 +178,7 @@ class AsyncGRPOTrainer(Trainer):
             resume_from_checkpoint = self.args.resume_from_checkpoint
         self._resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir or "trainer_output"))
         self._stop_reason = None
+        self.training_has_ended = False
         folder = None if self._resume_folder is None else str(self._resume_folder)
         failed = True
         try:
@@ -202,7 +206,9 @@ class AsyncGRPOTrainer(Trainer):
         self.clock = StepClock()
 
     def request_stop(self, reason: str) -> None:
-        """Stop after the current step, with a checkpoint. Safe to call from a signal handler."""
+        """Stop after the current step, with a checkpoint; nothing once the last step is done. Signal-safe."""
+        if self.training_has_ended:
+            return
         self._stop_reason = self._stop_reason or reason
 
     @property

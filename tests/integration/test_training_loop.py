@@ -13,7 +13,7 @@ from transformers.trainer_utils import TrainOutput
 from asyncgrpo_core import AsyncGRPOConfig, AsyncGRPOTrainer
 from asyncgrpo_core.errors import RewardError, ServerError, ServerMismatchError
 from asyncgrpo_core.manifest import newest_checkpoint
-from asyncgrpo_core.training.pipeline import RunContext
+from asyncgrpo_core.training.run_context import RunContext
 
 
 def digit_reward(completions, **kwargs):

@@ -1,0 +1,68 @@
+"""What a run is to its trainer: where it lives, what it has counted so far, and how its policy is reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class RunContext:
+    """Where a run lives and what its launcher knows. A script needs none: `output_dir` is then the run folder.
+
+    Args:
+        run_dir: holds ledger.sqlite, buffer/ and logs/.
+        served_model_name: name of the policy on the server; None = the model's own name or path.
+        attempt: how often this run was started before, plus one.
+    """
+
+    run_dir: Path
+    served_model_name: str | None = None
+    attempt: int = 1
+
+
+@dataclass
+class Counters:
+    """Cumulative numbers of a run, carried from attempt to attempt in rollout_state.json."""
+
+    num_tokens: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    train_s: float = 0.0
+    overlapped_s: float = 0.0
+    window_s: float = 0.0
+    sync: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class PolicyLink:
+    """How the pipeline reaches the policy that is being trained, without knowing torch.
+
+    parameters: the current weights under Hugging Face names; score: the trainer's log-probabilities of
+    tokens 1..n-1 of a canary; canary_ids: that canary; dtype and device: torch's own names.
+    """
+
+    parameters: Callable[[], Iterable[tuple[str, Any]]]
+    score: Callable[[list[int]], list[float]]
+    canary_ids: list[int]
+    dtype: str
+    device: str
+
+
+def count_one_more(sync: dict[str, Any]) -> dict[str, Any]:
+    """The sync numbers of earlier attempts plus one proved sync, whose seconds are not known apart."""
+    return sync | {"count": sync.get("count", 0) + 1, "verified": sync.get("verified", 0) + 1}
+
+
+def set_aside(ledger: Path) -> None:
+    """A run that starts anew in a used folder keeps the old ledger under another name."""
+    if not ledger.exists():
+        return
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(ledger.stat().st_mtime))
+    for suffix in ("", "-wal", "-shm"):
+        old = ledger.with_name(ledger.name + suffix)
+        if old.exists():
+            old.rename(ledger.with_name(f"ledger-{stamp}.sqlite{suffix}"))
