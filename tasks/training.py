@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ POLL_S = 0.5
 NOTE_EVERY_S = 2.0
 CANCEL_POLL_S = 10.0
 ARTIFACT_EVERY_S = 5.0
+ARTIFACT_RETRY_S = 60.0
+
+logger = logging.getLogger("asyncgrpo_core.flow")
 
 
 @contextmanager
@@ -85,9 +89,15 @@ class _ProgressBar:
         if not progress.max_steps or (time.monotonic() < self._next and not at_once):
             return
         self._next = time.monotonic() + ARTIFACT_EVERY_S
-        percent = 100.0 * progress.step / progress.max_steps
+        try:
+            self._update(100.0 * progress.step / progress.max_steps, progress.line())
+        except Exception as error:  # any kind of outage: the page is a little late, training goes on
+            logger.warning("Prefect did not take the progress (%s); tried again in %.0f s.", error, ARTIFACT_RETRY_S)
+            self._next = time.monotonic() + ARTIFACT_RETRY_S
+
+    def _update(self, percent: float, line: str) -> None:
         if self._id is None:
             made = create_progress_artifact(progress=percent, key="training", description="Optimizer steps")
             self._id = cast(UUID, made)  # a coroutine only inside an event loop
         else:
-            update_progress_artifact(artifact_id=self._id, progress=percent, description=progress.line())
+            update_progress_artifact(artifact_id=self._id, progress=percent, description=line)

@@ -18,6 +18,10 @@ _POLL_S = 0.25
 _PROGRESS_EVERY_S = 2.0
 
 
+# How long vLLM gets to end by itself when its owner is gone: nothing of a killed run may be left 10 s later.
+GRACE_S = 6.0
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
@@ -68,6 +72,7 @@ def start_server(
             run_dir=run_dir,
             log_path=log_path,
             env={**os.environ, **command.env},
+            grace_s=GRACE_S,
         )
     except AsyncGRPOError as error:
         raise ServerError(error.message, error.fix) from error
