@@ -59,9 +59,10 @@ def test_every_committed_config_is_accepted(path: Path):
     load_config(path)
 
 
-def test_the_deployment_in_prefect_yaml_is_accepted():
+def test_the_deployment_in_prefect_yaml_trains_as_the_quickstart_does():
+    quickstart = yaml.safe_load((ROOT / "examples" / "quickstart.yaml").read_text())
     for deployment in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]:
-        RunConfig.model_validate(deployment["parameters"]["cfg"])
+        assert RunConfig.model_validate(deployment["parameters"]["cfg"]) == RunConfig.model_validate(quickstart)
         module, _, function = deployment["entrypoint"].rpartition(".")
         assert (module, function) == ("flows.train", "train")
 
