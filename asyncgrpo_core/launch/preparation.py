@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncgrpo_core.errors import ConfigError, TrackerError
 from asyncgrpo_core.guard import sweep_stale
@@ -30,6 +31,9 @@ from asyncgrpo_core.server.command import ServerCommand
 from asyncgrpo_core.tracking.reach import check_reachable
 from asyncgrpo_core.tracking.settings import TrackingConfig
 from asyncgrpo_core.tracking.summary import read_summary, update_summary
+
+if TYPE_CHECKING:
+    from asyncgrpo_core.tracking.lookup import FoundRun
 
 logger = logging.getLogger("asyncgrpo_core.flow")
 
@@ -131,13 +135,15 @@ def _open_tracking(run: PreparedRun) -> None:
     tracking = run.cfg.tracking.model_copy(update={"uri": run.tracking_uri})
     run_id = run.attempt.mlflow_run_id
     if run_id is None and run.cfg.resume:
-        run_id = find_run(tracking, {"asyncgrpo.name": run.cfg.name})
-        if run_id is None:
+        found = find_run(tracking, {"asyncgrpo.name": run.cfg.name})
+        if found is None:
             raise ConfigError(
                 f"There is nothing to resume: neither {run.run_dir} nor the experiment {tracking.experiment!r} at "
                 f"{run.tracking_uri} has a run named {run.cfg.name!r}.",
                 "Start it without --resume.",
             )
+        _take_over(run, found)
+        run_id = found.run_id
     opened = open_run(
         tracking,
         run_dir=run.run_dir,
@@ -146,6 +152,14 @@ def _open_tracking(run: PreparedRun) -> None:
         run_id=run_id,
     )
     run.attempt.mlflow_run_id = opened.run_id
+
+
+def _take_over(run: PreparedRun, found: FoundRun) -> None:
+    """Go on with the numbers of a run of which nothing is left on this disk."""
+    run.attempt.attempt = int(found.tags.get("asyncgrpo.attempt", "0")) + 1
+    before = found.metrics.get("heldout/before")
+    if before is not None:
+        update_summary(run.run_dir, heldout={"n": run.cfg.evaluation.n, "before": before})
 
 
 def _find_checkpoint(run: PreparedRun) -> str | None:

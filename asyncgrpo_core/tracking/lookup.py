@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from asyncgrpo_core.errors import TrackerError
 from asyncgrpo_core.tracking.mlflow_store import connect
 from asyncgrpo_core.tracking.settings import TrackingConfig
+
+
+class FoundRun(NamedTuple):
+    """A run in the store: what a resume on an empty disk needs to go on with its numbers."""
+
+    run_id: str
+    tags: dict[str, str]
+    metrics: dict[str, float]  # newest value of each
 
 
 def open_store(config: TrackingConfig) -> None:
@@ -24,8 +33,8 @@ def open_store(config: TrackingConfig) -> None:
         ) from error
 
 
-def find_run(config: TrackingConfig, tags: Mapping[str, str]) -> str | None:
-    """Id of the newest run of the experiment that has all these tags; None when there is none.
+def find_run(config: TrackingConfig, tags: Mapping[str, str]) -> FoundRun | None:
+    """The newest run of the experiment that has all these tags; None when there is none.
 
     Raises:
         TrackerError: the store does not answer.
@@ -44,4 +53,6 @@ def find_run(config: TrackingConfig, tags: Mapping[str, str]) -> str | None:
         raise TrackerError(
             f"MLflow at {uri} refused a search: {type(error).__name__}: {error}.", "Check tracking.uri."
         ) from error
-    return runs[0].info.run_id if runs else None
+    if not runs:
+        return None
+    return FoundRun(runs[0].info.run_id, dict(runs[0].data.tags), dict(runs[0].data.metrics))

@@ -31,7 +31,7 @@ from asyncgrpo_core.launch.loading import parse_config
 from asyncgrpo_core.launch.run_folder import read_attempt
 from asyncgrpo_core.launch.trainer_process import TrainerProcess
 from asyncgrpo_core.tracking.lookup import find_run, open_store
-from asyncgrpo_core.tracking.mlflow_store import open_run, run_status
+from asyncgrpo_core.tracking.mlflow_store import connect, open_run, run_status
 from asyncgrpo_core.tracking.settings import TrackingConfig
 from asyncgrpo_core.tracking.summary import read_summary, validate_summary
 from flows.train import train
@@ -274,10 +274,13 @@ def test_a_resume_on_an_empty_disk_finds_the_run_by_its_name(folder, store, trai
     with pytest.raises(DataError):
         train(config(folder, store, name=name))
     first = read_attempt(folder)
+    connect(store).log_metric(first.mlflow_run_id, "heldout/before", 0.25, step=0)
     trainer("end")
     elsewhere = folder.parent / "elsewhere"
     train(config(folder, store, name=name, run_dir=str(elsewhere), resume=True))
-    assert read_attempt(elsewhere).mlflow_run_id == first.mlflow_run_id
+    second = read_attempt(elsewhere)
+    assert (second.mlflow_run_id, second.attempt) == (first.mlflow_run_id, 2)
+    assert read_summary(elsewhere)["heldout"]["before"] == 0.25
 
 
 def test_what_was_cancelling_becomes_cancelled(prefect_api):
@@ -332,7 +335,7 @@ def test_a_store_is_made_once_and_searched_by_tags(tmp_path):
     assert find_run(settings, {"asyncgrpo.name": "a"}) is None  # no experiment yet
     for name in ("a", "b", "a"):
         newest = open_run(settings, run_dir=tmp_path / name, tags={"asyncgrpo.name": name})
-    assert find_run(settings, {"asyncgrpo.name": "a"}) == newest.run_id
+    assert find_run(settings, {"asyncgrpo.name": "a"}).run_id == newest.run_id
     assert find_run(settings, {"asyncgrpo.name": "c"}) is None
     with pytest.raises(TrackerError, match="no_such_driver"):
         open_store(TrackingConfig(uri="postgresql+no_such_driver://host/db"))
