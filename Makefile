@@ -10,7 +10,7 @@ ARGS ?=
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup install-cpu install-gpu quickstart lint test unit integration slow chaos policy clean
+.PHONY: setup install-cpu install-gpu quickstart lint test unit integration slow chaos bench policy clean
 
 setup: $(STAMP)
 
@@ -56,6 +56,11 @@ slow: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)
+
+# Every benchmark prints a table and, last, one JSON line with its ratio and goal.
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packed_row
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packed_row --spread 24 --vocab 2000
 
 # Make the shipped start policy again from the data it generates.
 policy: $(STAMP)
