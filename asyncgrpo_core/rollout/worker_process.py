@@ -19,6 +19,8 @@ from typing import Any
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.rollout.outbox import ErrorOutbox, MetricOutbox
 
+logger = logging.getLogger("asyncgrpo_core.rollout.worker")
+
 
 @dataclass
 class SharedValues:
@@ -77,7 +79,16 @@ def worker_main(payload: bytes, shared: SharedValues, buffer_dir: str, trainer_p
             in_flight_value=shared.in_flight,
             generated_tokens_value=shared.generated_tokens,
         )
+        logger.info(
+            "Rollout worker %d of trainer %d: %r at %s, at most %d rollouts at once.",
+            os.getpid(),
+            trainer_pid,
+            loop.model_name,
+            loop.config.vllm_server_base_url,
+            loop.config.max_concurrent_rollouts,
+        )
         asyncio.run(loop.run(lambda: bool(shared.stop.value), lambda: setattr(shared.ready, "value", 1)))
+        logger.info("Stopped after %d generated tokens.", shared.generated_tokens.value)
     except BaseException as error:
         traceback.print_exc()
         if not failed.is_set():  # else the loop has reported it
