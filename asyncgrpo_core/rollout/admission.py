@@ -38,7 +38,7 @@ class TokenAdmission:
 
     @property
     def probing(self) -> bool:
-        """Whether groups run one at a time for now."""
+        """Whether groups run one at a time until one has finished."""
         return self._probing
 
     def group_started(self) -> None:

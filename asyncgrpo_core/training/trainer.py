@@ -30,6 +30,7 @@ from asyncgrpo_core.training.checkpoint import load_rollout_state, resolve_resum
 from asyncgrpo_core.training.clock import StepClock
 from asyncgrpo_core.training.completions import format_completions
 from asyncgrpo_core.training.config import AsyncGRPOConfig
+from asyncgrpo_core.training.cores import share_cores
 from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_funcs
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
 from asyncgrpo_core.training.pipeline import Pipeline
@@ -110,6 +111,7 @@ class AsyncGRPOTrainer(Trainer):
             raise ConfigError(
                 f"{args.world_size} trainer ranks were started; this version trains on one.", "Start one process."
             )
+        share_cores(args)
         reward_funcs = normalise_reward_funcs(reward_funcs, environment_factory)
         num_rows = check_dataset(train_dataset, environment_factory, args.max_steps)
         model_name = model if isinstance(model, str) else model.config._name_or_path

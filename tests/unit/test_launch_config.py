@@ -56,7 +56,7 @@ def test_the_quickstart_trains_with_the_settings_that_were_measured():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_committed_config_is_accepted(path: Path):
-    load_config(path)
+    assert load_config(path).rewards
 
 
 def test_the_deployment_in_prefect_yaml_trains_as_the_quickstart_does():

@@ -150,6 +150,7 @@ def test_a_healthy_embedded_server_ends_the_wait(tmp_path, api):
     server = embedded(tmp_path, "import time; time.sleep(60)", api.server_port)
     try:
         wait_until_healthy(server, lambda text: None, timeout_s=30)
+        assert server.process.poll() is None, "a healthy server is left running"
     finally:
         server.stop()
 

@@ -235,6 +235,7 @@ def test_a_closed_pipe_does_not_end_the_run():
     console = Console(Closed(), live=False)
     console.say("one")
     console.say("two")
+    assert console._stream.name == os.devnull
 
 
 def test_json_files_are_replaced_whole(tmp_path):

@@ -44,7 +44,7 @@ async def score(funcs: list, group: RolloutGroup):
 
 
 async def test_keyword_arguments_are_the_groups_and_every_column() -> None:
-    """F148."""
+    """F148, F193: every dataset column but the prompt reaches the function."""
     seen = {}
 
     def recording(**kwargs):
