@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -34,7 +35,9 @@ def dataset(n=64):
     return Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {i} plus 1?"}]} for i in range(n)])
 
 
-def trainer(server, run_dir: Path, *, reward=digit_reward, callbacks=None, rows=64, name=None, **kwargs):
+def trainer(
+    server, run_dir: Path, *, reward=digit_reward, callbacks=None, rows=64, name=None, peft_config=None, **kwargs
+):
     settings = {
         "max_steps": 4,
         "learning_rate": 1e-3,
@@ -52,6 +55,7 @@ def trainer(server, run_dir: Path, *, reward=digit_reward, callbacks=None, rows=
         args=AsyncGRPOConfig(output_dir=str(run_dir / "checkpoints"), vllm_server_base_url=server.base_url, **settings),
         train_dataset=dataset(rows),
         callbacks=callbacks,
+        peft_config=peft_config,
         run=RunContext(run_dir=run_dir, served_model_name=name or server.served_model_name),
     )
 
@@ -131,6 +135,25 @@ def test_f018_weight_sync_steps_spreads_the_syncs(vllm_server, tmp_path):
     made = trainer(vllm_server, tmp_path, max_steps=4, weight_sync_steps=3, save_strategy="no")
     made.train()
     assert made.summary()["weight_sync"]["count"] == 2  # after step 3, and the last one so that the server is current
+
+
+def test_f138_an_adapter_is_trained_and_its_merged_weights_reach_the_server(vllm_server, tmp_path):
+    made = trainer(
+        vllm_server,
+        tmp_path,
+        max_steps=2,
+        learning_rate=1e-2,
+        save_steps=2,
+        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    base = {name: p.detach().clone() for name, p in made.model.named_parameters() if "lora_" not in name}
+    made.train()
+    sync = made.summary()["weight_sync"]
+    assert (sync["count"], sync["verified"]) == (2, 2)  # the canary compares with the adapted policy
+    after = dict(made.model.named_parameters())
+    assert all((after[name] == value).all() for name, value in base.items()), "merging must not touch the base"
+    assert any(p.abs().max() > 0 for name, p in after.items() if "lora_B" in name), "the adapter has moved"
+    assert (tmp_path / "checkpoints" / "checkpoint-2" / "adapter_model.safetensors").is_file()
 
 
 def test_a_stop_request_ends_after_the_step_with_a_checkpoint(vllm_server, tmp_path):
