@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -61,10 +62,14 @@ def test_a_torn_checkpoint_is_refused_by_name_and_an_older_whole_one_is_found(tm
     assert newest_checkpoint(tmp_path).name == "checkpoint-9"
 
 
-def test_newest_is_by_number_not_by_name(tmp_path):
-    write(tmp_path / "checkpoint-9", 9)
-    write(tmp_path / "checkpoint-100", 100)
-    assert newest_checkpoint(tmp_path).name == "checkpoint-100"
+def test_newest_is_by_number_not_by_name_or_place_in_the_folder(tmp_path):
+    numbers = [9, 100, 20, 3, 1000, 55, 101, 8]
+    for number in numbers:
+        write(tmp_path / f"checkpoint-{number}", number)
+    for number in sorted(numbers, reverse=True):
+        assert newest_checkpoint(tmp_path).name == f"checkpoint-{number}"
+        shutil.rmtree(tmp_path / f"checkpoint-{number}")
+    assert newest_checkpoint(tmp_path) is None
 
 
 def test_f169_resume_accepts_a_path_or_true(tmp_path):
