@@ -105,20 +105,32 @@ def test_running_requests_live_through_a_sync(vllm_server, policy, kv_after_sync
     """They finish at full length; under `recompute` their later tokens are the new policy's own, under `keep` not."""
     publisher = make(vllm_server, policy, kv_after_sync=kv_after_sync)
     publisher.publish(50)
-    # Some seconds of work for the server: a sync on an idle machine must still find it generating.
-    prompts = [canary_token_ids(policy.vocab_size, length=40, seed=100 + i) for i in range(32)]
+    prompts = [canary_token_ids(policy.vocab_size, length=40, seed=100 + i) for i in range(8)]
+    stop = threading.Event()
     with ThreadPoolExecutor(len(prompts)) as pool:
-        running = [pool.submit(generate, vllm_server, prompt, 460, salt="50") for prompt in prompts]
-        wait_until_running(vllm_server, 8)  # not all at once: the first may end before the last begins
-        policy.change()
-        report = publisher.publish(51)
-        choices = [future.result(timeout=120) for future in running]
+        # Each its own length, so that they do not all end at the same moment.
+        lengths = [130 + 45 * i for i in range(len(prompts))]
+        running = [
+            pool.submit(generate_until, stop, vllm_server, prompt, length, "50")
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        try:
+            wait_until_running(vllm_server, 4)
+            policy.change()
+            report = publisher.publish(51)
+        finally:
+            stop.set()
+        done = [
+            (prompt, length, choice)
+            for prompt, length, future in zip(prompts, lengths, running, strict=True)
+            for choice in future.result(timeout=120)
+        ]
     publisher.close()
     assert report.verified is True
     crossed = 0
     worst = 0.0
-    for prompt, choice in zip(prompts, choices, strict=True):
-        assert len(choice["token_ids"]) == 460 and choice["finish_reason"] == "length"
+    for prompt, length, choice in done:
+        assert len(choice["token_ids"]) == length and choice["finish_reason"] == "length"
         spans = {span["version"]: (span["start"], span["end"]) for span in choice["weight_versions"]}
         assert set(spans) <= {"50", "51"}
         if set(spans) != {"50", "51"}:
@@ -128,12 +140,20 @@ def test_running_requests_live_through_a_sync(vllm_server, policy, kv_after_sync
         sampled = [token["logprob"] for token in choice["logprobs"]["content"]]
         trained = policy.score(prompt + choice["token_ids"])[len(prompt) - 1 :]
         worst = max(worst, *(abs(sampled[t] - trained[t]) for t in range(start, end)))
-    assert crossed >= 4, "the sync missed the running requests"
+    assert crossed >= 2, "the sync missed the running requests"
     print(f"{kv_after_sync}: {crossed} requests crossed, worst later |logp diff| {worst:.2e}")
     if kv_after_sync == "recompute":
         assert worst <= LIMIT
     else:
         assert worst > 10 * LIMIT
+
+
+def generate_until(stop: threading.Event, server, prompt: list[int], tokens: int, salt: str) -> list[dict]:
+    """One request after the other until `stop` is set: however fast the server is, one is always under way."""
+    choices = []
+    while not stop.is_set():
+        choices.append(generate(server, prompt, tokens, salt=salt))
+    return choices
 
 
 def wait_until_running(server, wanted: int, timeout_s: float = 30.0) -> None:
