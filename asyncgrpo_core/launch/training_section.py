@@ -41,7 +41,7 @@ class TrainingSection(BaseModel):
     max_tool_calling_iterations: int | None = Field(default=None, ge=0, description="Most tool turns; null: no limit.")
 
     # -- server
-    vllm_server_base_url: str = Field(default="http://localhost:8000", description="The same as server.url.")
+    vllm_server_base_url: str | list[str] = Field(default="http://localhost:8000", description="As server.url.")
     vllm_server_timeout: float = Field(default=1800.0, gt=0, description="Seconds for start, a request, a sync call.")
 
     # -- loss
@@ -63,6 +63,15 @@ class TrainingSection(BaseModel):
     weight_sync_backend: Literal["shm", "nccl", "ipc"] | None = Field(default=None, description="null: by device.")
     verify_sync_every: int = Field(default=1, ge=1, description="Prove delivery every this many syncs.")
     kv_after_sync: Literal["recompute", "keep"] = Field(default="recompute", description="Caches after a sync.")
+
+    # -- tools, environments, rewards
+    tool_timeout: float = Field(default=300.0, gt=0, description="Seconds one tool call or reset() may take.")
+    tool_failure_limit: float = Field(default=0.95, gt=0, le=1, description="Share of failing calls that stops a run.")
+    tool_failure_window: int = Field(default=200, ge=1, description="Calls that tool_failure_limit looks back on.")
+    max_tool_result_chars: int = Field(default=32768, ge=1, description="Longer tool results are cut.")
+    long_conversation: Literal["stop", "end"] = Field(default="stop", description="A turn that does not fit.")
+    turn_prompts: Literal["render", "append"] = Field(default="render", description="How a later turn is built.")
+    reward_timeout: float = Field(default=600.0, gt=0, description="Seconds a reward function may take for a group.")
 
     # -- logging
     log_completions: bool = Field(default=False, description="Print completions at every log.")

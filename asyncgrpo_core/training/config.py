@@ -68,7 +68,9 @@ class AsyncGRPOConfig(TrainingArguments):
     max_tool_calling_iterations: int | None = _help("Most tool-calling turns; None means no limit.", None)
 
     # -- server
-    vllm_server_base_url: str = _help("Base URL of the vLLM server.", "http://localhost:8000")
+    vllm_server_base_url: str | list[str] = _help(
+        "Base URL of the vLLM server; a list names several servers of the same policy.", "http://localhost:8000"
+    )
     vllm_server_timeout: float = _help("Seconds for the server's start, a request, or a sync call.", 1800.0)
 
     # -- loss
@@ -105,6 +107,27 @@ class AsyncGRPOConfig(TrainingArguments):
         True,
     )
 
+    # -- tools, environments, rewards (beyond the reference)
+    tool_timeout: float = _help("Seconds a tool, reset() or get_reward() may take; then it counts as failed.", 300.0)
+    tool_failure_limit: float = _help(
+        "Share of a tool's last calls that may raise or time out before the run stops: the tool is down, not the "
+        "policy bad. 1.0 never stops.",
+        0.95,
+    )
+    tool_failure_window: int = _help("Calls of one tool that tool_failure_limit looks back on.", 200)
+    max_tool_result_chars: int = _help("Longer tool results are cut, and the model is told so.", 32768)
+    long_conversation: str = _help(
+        'A later turn that does not fit max_model_len: "stop" ends the run with the server\'s text (the reference), '
+        '"end" ends the rollout there.',
+        "stop",
+    )
+    turn_prompts: str = _help(
+        '"render": every turn renders the whole conversation (the reference); "append": sampled tokens are kept as '
+        "they are and only what follows them is rendered, so no turn forks.",
+        "render",
+    )
+    reward_timeout: float = _help("Seconds one reward function may take for one group.", 600.0)
+
     def __new__(cls, *args: Any, **kwargs: Any):
         # Remember what was passed: `gradient_checkpointing=True` said by the user and by the default must
         # resolve differently without an accelerator. (A subclass's generated __init__ would hide it.)
@@ -121,6 +144,12 @@ class AsyncGRPOConfig(TrainingArguments):
             logger.warning("ignore_data_skip=False has no meaning for a live rollout queue; using True.")
             self.ignore_data_skip = True
         super().__post_init__()
+
+    @property
+    def server_urls(self) -> list[str]:
+        """`vllm_server_base_url` as a list, without trailing slashes."""
+        urls = self.vllm_server_base_url
+        return [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
 
     def _resolve_device(self) -> None:
         passed: frozenset[str] = self.__dict__.get("_passed", frozenset())
@@ -200,6 +229,20 @@ class AsyncGRPOConfig(TrainingArguments):
                 f"weight_sync_backend={self.weight_sync_backend!r} is unknown.",
                 'Use "shm", "nccl", "ipc" or None.',
             )
+        _require(self.tool_timeout > 0, "tool_timeout", self.tool_timeout, "> 0")
+        _require(0 < self.tool_failure_limit <= 1, "tool_failure_limit", self.tool_failure_limit, "in (0, 1]")
+        _require(self.tool_failure_window >= 1, "tool_failure_window", self.tool_failure_window, ">= 1")
+        _require(self.max_tool_result_chars >= 1, "max_tool_result_chars", self.max_tool_result_chars, ">= 1")
+        _require(self.reward_timeout > 0, "reward_timeout", self.reward_timeout, "> 0")
+        rounds = self.max_tool_calling_iterations
+        _require(rounds is None or rounds >= 0, "max_tool_calling_iterations", rounds, ">= 0, or None for no limit")
+        _one_of("long_conversation", self.long_conversation, "stop", "end")
+        _one_of("turn_prompts", self.turn_prompts, "render", "append")
+        if not self.server_urls or len(set(self.server_urls)) != len(self.server_urls):
+            raise ConfigError(
+                f"vllm_server_base_url={self.vllm_server_base_url!r} names no server, or one twice.",
+                "Give one base URL, or a list of different ones.",
+            )
         if self.kv_after_sync not in ("recompute", "keep"):
             raise ConfigError(f"kv_after_sync={self.kv_after_sync!r} is unknown.", 'Use "recompute" or "keep".')
 
@@ -207,3 +250,8 @@ class AsyncGRPOConfig(TrainingArguments):
 def _require(ok: bool, name: str, value: Any, wanted: str) -> None:
     if not ok:
         raise ConfigError(f"{name}={value!r} is out of range.", f"It must be {wanted}.")
+
+
+def _one_of(name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is unknown.", f"Use {' or '.join(map(repr, allowed))}.")
