@@ -47,8 +47,9 @@ class ModelSection(Section):
 class DataSection(Section):
     """Where rows come from: `pkg.mod:function`, a .jsonl/.json/.parquet/.csv file, or a hub id.
 
-    A function returns a list of dicts or a `datasets.Dataset`; it gets `train_args` / `heldout_args`. Every row
-    has a conversational `prompt`: [{"role": "user", "content": "..."}]. All other columns reach the rewards.
+    A function returns a list of dicts, a `datasets.Dataset` or an `IterableDataset`; it gets `train_args` /
+    `heldout_args`. Every row has a conversational `prompt`: [{"role": "user", "content": "..."}], or `prompt_template`
+    makes it from the row's columns ("question", "answer", ...). All other columns reach the rewards.
     """
 
     train: str | None = Field(default=None, description="Training rows; null: `environment` makes the prompts.")
@@ -58,7 +59,33 @@ class DataSection(Section):
     heldout_args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
     heldout_split: str = Field(default="test", description="Split of a hub dataset.")
     revision: str | None = Field(default=None, description="Hub revision.")
+    streaming: bool = Field(
+        default=False,
+        description="Read the training rows as they are needed (files and hub data sets): no length, so max_steps "
+        "ends the run, and a resume starts again with the first row.",
+    )
     prompt_column: str = Field(default="prompt", min_length=1, description="Column that holds the conversation.")
+    prompt_template: list[dict[Literal["role", "content"], str]] | None = Field(
+        default=None,
+        description='Messages that make the prompt of a row without one; "{question}" stands for the column question, '
+        "doubled braces for themselves.",
+    )
+    rename: dict[str, str] = Field(
+        default_factory=dict, description="Columns under another name, for example {answer: solution}."
+    )
+
+    @model_validator(mode="after")
+    def _template_is_whole(self) -> DataSection:
+        for number, message in enumerate(self.prompt_template or []):
+            if set(message) != {"role", "content"}:
+                raise ConfigError(
+                    f"data.prompt_template.{number} has the keys {sorted(message)}.", "Give it a role and a content."
+                )
+        if self.prompt_template is not None and self.prompt_column != "prompt":
+            raise ConfigError(
+                "data.prompt_template and data.prompt_column both say where the prompt comes from.", "Remove one."
+            )
+        return self
 
 
 class SamplingSection(Section):
@@ -164,7 +191,9 @@ class RunConfig(Section):
         if self.server.url is not None:
             self._merge("server.url", self.server.url, "vllm_server_base_url")
         elif "vllm_server_base_url" in self.training.model_fields_set:
-            self.server = self.server.model_copy(update={"url": self.training.vllm_server_base_url})
+            self.server = ServerConfig.model_validate(
+                self.server.model_dump(exclude_unset=True) | {"url": self.training.vllm_server_base_url}
+            )
         return self
 
     def _merge(self, key: str, value: Any, training_key: str) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from asyncgrpo_core.errors import AsyncGRPOError, DataError
 from asyncgrpo_core.launch.config import DATA_FILES, IMPORT_PATH, DataSection
 from asyncgrpo_core.launch.imports import import_object
-from asyncgrpo_core.training.dataset import check_prompt
+from asyncgrpo_core.launch.row_shape import RowShape, shaped
+from asyncgrpo_core.rollout.prompts import check_no_images, check_prompt
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -34,9 +35,9 @@ def load_train_dataset(data: DataSection, *, needs_prompt: bool = True) -> Datas
     from datasets import Dataset, IterableDataset  # slow to import
 
     assert data.train is not None
-    rows = _load(data.train, data.train_args, data.train_split, data.revision, "data.train")
+    rows = _load(data.train, data.train_args, data.train_split, data, "data.train", streaming=data.streaming)
     dataset = rows if isinstance(rows, Dataset | IterableDataset) else Dataset.from_list(rows)
-    dataset = _with_prompt_column(dataset, data.prompt_column)
+    dataset = shaped(dataset, data)
     sample = dataset.take(100) if isinstance(dataset, IterableDataset) else dataset
     check_rows(sample, "data.train", needs_prompt=needs_prompt)
     return dataset
@@ -50,12 +51,13 @@ def load_heldout_rows(data: DataSection, n: int) -> list[Row]:
     """
     if data.heldout is None or n == 0:
         return []
-    rows = _load(data.heldout, data.heldout_args, data.heldout_split, data.revision, "data.heldout")
+    rows = _load(data.heldout, data.heldout_args, data.heldout_split, data, "data.heldout")
+    shape = RowShape(data)
     taken: list[Row] = []
     for row in rows:
         if len(taken) == n:
             break
-        taken.append(_renamed(row, data.prompt_column))
+        taken.append(shape(row))
     check_rows(taken, "data.heldout")
     return taken
 
@@ -67,15 +69,8 @@ def check_source(data: DataSection, key: str, *, needs_prompt: bool) -> None:
         ConfigError, DataError: as `load_train_dataset`.
     """
     args, split = getattr(data, f"{key}_args"), getattr(data, f"{key}_split")
-    rows = _load(getattr(data, key), args, split, data.revision, f"data.{key}")
-    check_rows((_renamed(row, data.prompt_column) for row in rows), f"data.{key}", needs_prompt=needs_prompt)
-
-
-def _renamed(row: Row, column: str) -> Row:
-    row = dict(row)
-    if column in row:
-        row["prompt"] = row.pop(column)
-    return row
+    rows = _load(getattr(data, key), args, split, data, f"data.{key}")
+    check_rows(map(RowShape(data), rows), f"data.{key}", needs_prompt=needs_prompt)
 
 
 def check_rows(rows: Iterable[Row], key: str, *, needs_prompt: bool = True) -> None:
@@ -88,26 +83,30 @@ def check_rows(rows: Iterable[Row], key: str, *, needs_prompt: bool = True) -> N
     for number, row in enumerate(rows):
         if number >= MAX_CHECKED:
             return
+        check_no_images(row, f"row {number} of `{key}`")
         if "prompt" in row:
             check_prompt(row["prompt"], f"row {number} of `{key}`")
         elif needs_prompt:
             raise DataError(
                 f"`{key}` has no column 'prompt': its columns are {sorted(row)}.",
-                "Rename the column that holds the conversation, or name it in data.prompt_column.",
+                "Name the column that holds the conversation in data.prompt_column, or make the prompt of other "
+                'columns with data.prompt_template: [{role: user, content: "{question}"}].',
             )
     if number < 0:
         raise DataError(f"`{key}` has no rows.", "Give at least one row.")
 
 
-def _load(source: str, args: dict[str, Any], split: str, revision: str | None, key: str) -> Any:
+def _load(
+    source: str, args: dict[str, Any], split: str, data: DataSection, key: str, *, streaming: bool = False
+) -> Any:
     if IMPORT_PATH.match(source):
         return _call(import_object(source, key), args, source, key)
     if source.endswith(DATA_FILES):
         path = Path(source).expanduser()
         if not path.is_file():
             raise DataError(f"`{key}` = {source!r}: there is no such file.", "Check the path.")
-        return _read_file(path, key)
-    return _from_hub(source, split, revision, key)
+        return _stream_file(path) if streaming else _read_file(path, key)
+    return _from_hub(source, split, data.revision, key, streaming)
 
 
 def _call(function: Any, args: dict[str, Any], source: str, key: str) -> Any:
@@ -177,24 +176,21 @@ def _parse_csv_row(row: Row) -> Row:
     return {k: json.loads(v) if isinstance(v, str) and v.startswith("[{") else v for k, v in row.items()}
 
 
-def _from_hub(source: str, split: str, revision: str | None, key: str) -> Any:
+def _stream_file(path: Path) -> Any:
+    from datasets import load_dataset
+
+    kind = {".csv": "csv", ".parquet": "parquet"}.get(path.suffix, "json")
+    return load_dataset(kind, data_files=str(path), split="train", streaming=True)
+
+
+def _from_hub(source: str, split: str, revision: str | None, key: str, streaming: bool) -> Any:
     from datasets import load_dataset
 
     try:
-        return load_dataset(source, split=split, revision=revision)
+        return load_dataset(source, split=split, revision=revision, streaming=streaming)
     except Exception as exc:
         raise DataError(
             f"`{key}` = {source!r} is no import path and no data file, and the hub gave {type(exc).__name__}: "
             f"{' '.join(str(exc).split())[:300]}.",
             f"Use pkg.mod:function, a {'/'.join(DATA_FILES)} file, or a hub data set that has the split {split!r}.",
         ) from exc
-
-
-def _with_prompt_column(dataset: Any, column: str) -> Any:
-    if column == "prompt" or column not in (dataset.column_names or []):
-        return dataset
-    if "prompt" in dataset.column_names:
-        raise DataError(
-            f"data.prompt_column = {column!r}, but there is a column 'prompt' too.", "Remove or rename one of them."
-        )
-    return dataset.rename_column(column, "prompt")
