@@ -11,15 +11,12 @@ from numbers import Real
 from typing import Any
 
 from asyncgrpo_core.errors import ConfigError, RewardError
+from asyncgrpo_core.rollout.reward_names import reward_name
+
+__all__ = ["check_picklable", "probe_reward", "reward_name"]
 
 DUMMY = "0"  # the completion that is scored
 NUM_DUMMIES = 3  # more than one, so that a function that returns one number for all is found
-
-
-def reward_name(function: Callable[..., Any]) -> str:
-    """The name a reward function is logged under."""
-    inner = getattr(function, "func", function)  # functools.partial
-    return getattr(inner, "__name__", type(inner).__name__)
 
 
 def probe_reward(function: Callable[..., Any], row: dict[str, Any]) -> list[float | None]:

@@ -1,4 +1,10 @@
-"""Scores a whole group: every reward function at once, sync ones in threads, async ones on the event loop."""
+"""Scores a whole group: every reward function at once, sync ones in threads, async ones on the event loop.
+
+None from a function means "does not apply to this completion" and becomes NaN in our arrays, as in the reference's
+`RolloutGroup.rewards`; a completion that no source scored has the total NaN. A NaN or an infinity that a function
+returns is refused, not taken for None: the reference knows one way to say "not scored" (None), and a NaN is a division
+or a model gone wrong, which would silently thin out the training data.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +14,23 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from asyncgrpo_core.errors import RewardError
+from asyncgrpo_core.errors import AsyncGRPOError, RewardError
+from asyncgrpo_core.rollout.reward_names import EnvironmentNames, reward_names
+from asyncgrpo_core.rollout.threads import CallThreads
 from asyncgrpo_core.types import RolloutGroup
 
 RewardFunc = Callable[..., Any]
+_Outcome = tuple[Any, BaseException | None]
+
+
+class RewardTimeoutError(RewardError):
+    """A reward function did not return within its deadline. The group has failed; the next may go well."""
 
 
 @dataclass
@@ -30,22 +42,6 @@ class GroupScores:
 
     by_source: dict[str, np.ndarray]
     total: np.ndarray
-
-
-def reward_names(reward_funcs: Sequence[RewardFunc]) -> list[str]:
-    """Distinct, stable metric names: the function's name, of a partial its function's, of an object its class's.
-
-    A name that is there already gets "_2", "_3", ... in list order.
-    """
-    names: list[str] = []
-    for func in reward_funcs:
-        base = _plain_name(func)
-        name, number = base, 1
-        while name in names:
-            number += 1
-            name = f"{base}_{number}"
-        names.append(name)
-    return names
 
 
 def is_async(func: RewardFunc) -> bool:
@@ -97,24 +93,37 @@ def total_rewards(sources: Sequence[np.ndarray], num_rollouts: int) -> np.ndarra
 
 
 class GroupScorer:
-    """Calls the reward functions of many groups at once.
+    """Calls the reward functions of many groups at once, all functions of a group at the same time.
 
     Args:
         reward_funcs: sync or async callables of (prompts, completions, completion_ids, **columns).
-        num_threads: threads for sync functions, over all groups that are scored at the moment.
+        num_threads: sync functions that may run at once, over all groups that are scored at the moment.
+        timeout_s: seconds one function may take for one group, from when its call starts.
+        environments: environment classes that are known before the run, in a fixed order; see `EnvironmentNames`.
     """
 
-    def __init__(self, reward_funcs: Sequence[RewardFunc], *, num_threads: int = 32) -> None:
+    def __init__(
+        self,
+        reward_funcs: Sequence[RewardFunc],
+        *,
+        num_threads: int = 32,
+        timeout_s: float = 600.0,
+        environments: Sequence[type] = (),
+    ) -> None:
         self.names = reward_names(reward_funcs)
         self._funcs = list(zip(self.names, reward_funcs, map(is_async, reward_funcs), strict=True))
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="reward")
+        self._timeout_s = timeout_s
+        self._threads = CallThreads(num_threads, "reward")
+        self._environments = EnvironmentNames(self.names, environments)
 
     async def score(self, group: RolloutGroup) -> GroupScores:
         """Score one group; sets nothing on it.
 
         Raises:
+            RewardTimeoutError: a function was still running at its deadline. The first failure of a group cancels its
+                other functions (a sync one runs on in its thread, its result unused).
             RewardError: a function broke its contract (see `check_rewards`) or raised; then the message holds its
-                traceback.
+                traceback. An error of this project that a function raises is passed on as it is.
         """
         n = len(group.completions)
         kwargs = {
@@ -123,39 +132,82 @@ class GroupScorer:
             "completion_ids": group.completions_ids,
             **group.reward_kwargs,
         }
-        results = await asyncio.gather(
-            *(self._call(name, func, is_coro, kwargs) for name, func, is_coro in self._funcs)
-        )
+        tasks = [asyncio.create_task(self._call(*named, kwargs)) for named in self._funcs]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         by_source = {name: check_rewards(name, got, n) for name, got in zip(self.names, results, strict=True)}
         for index, scored in enumerate(group.env_rewards):
             if scored is not None:
                 environment, reward = scored
-                column = by_source.setdefault(environment.__name__, np.full(n, np.nan))
+                column = by_source.setdefault(self._environments.name(environment), np.full(n, np.nan))
                 column[index] = check_rewards(f"{environment.__name__}.get_reward", [reward], 1)[0]
         own = check_rewards("Rollout.reward", group.rollout_rewards, n)
         return GroupScores(by_source, total_rewards([*by_source.values(), own], n))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Nothing is left to end: sync functions run in threads that end with their call or with the process."""
 
     async def _call(self, name: str, func: RewardFunc, is_coro: bool, kwargs: dict[str, Any]) -> Any:
+        """The function's result; its exceptions arrive as values, so that a TimeoutError is always the deadline's."""
         try:
             if is_coro:
-                return await func(**kwargs)
-            call = functools.partial(func, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except Exception as error:
-            raise RewardError(
-                f"Reward function {name!r} raised {type(error).__name__}: {error}\n{traceback.format_exc()}",
-                "Make the function handle this completion (None means it does not apply); it must accept the keyword "
-                f"arguments {sorted(kwargs)}, most easily with **kwargs.",
-            ) from error
+                result, error = await self._awaited(_outcome_of(lambda: func(**kwargs)))
+            else:
+                result, error = await self._threads.run(lambda: _outcome(func, kwargs), self._timeout_s)
+                if error is None and inspect.isawaitable(result):  # a sync wrapper of an async function
+                    result, error = await self._awaited(_outcome_of(functools.partial(_itself, result)))
+        except TimeoutError:
+            raise RewardTimeoutError(
+                f"Reward function {name!r} was still running {self._timeout_s:g} s after it was called for a group of "
+                f"{len(kwargs['completions'])} completions.",
+                "Give its own slow calls a shorter deadline, or raise reward_timeout.",
+            ) from None
+        if error is None:
+            return result
+        if isinstance(error, AsyncGRPOError):
+            raise error
+        trace = "".join(traceback.format_exception(error))
+        raise RewardError(
+            f"Reward function {name!r} raised {type(error).__name__}: {error}\n{trace}",
+            "Make the function handle this completion (None means it does not apply); it must accept the keyword "
+            f"arguments {sorted(kwargs)}, most easily with **kwargs.",
+        ) from error
+
+    async def _awaited(self, outcome: Coroutine[Any, Any, _Outcome]) -> _Outcome:
+        """Wait for a coroutine up to the deadline, also when it ignores its cancellation.
+
+        Raises:
+            TimeoutError: it was still running.
+        """
+        task = asyncio.create_task(outcome)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        finally:
+            task.cancel()
+        if not done:
+            raise TimeoutError
+        return task.result()
 
 
-def _plain_name(func: RewardFunc) -> str:
-    while isinstance(func, functools.partial):
-        func = func.func
-    return getattr(func, "__name__", None) or type(func).__name__
+def _outcome(func: RewardFunc, kwargs: dict[str, Any]) -> _Outcome:
+    try:
+        return func(**kwargs), None
+    except (Exception, SystemExit) as error:  # exit() in a reward function must not end the worker without a word
+        return None, error
+
+
+def _itself(awaitable: Awaitable[Any]) -> Awaitable[Any]:
+    return awaitable
+
+
+async def _outcome_of(call: Callable[[], Awaitable[Any]]) -> _Outcome:
+    try:
+        return await call(), None
+    except (Exception, SystemExit) as error:
+        return None, error
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -75,6 +76,35 @@ def test_overlong_punishment_is_linear_and_pickles() -> None:
         rewards.get_soft_overlong_punishment(10, 0)
 
 
+def test_length_reward_counts_tokens() -> None:
+    ids = [[1, 2], [], [1, 2, 3, 4]]
+    assert rewards.length_reward(completion_ids=ids, completions=None) == [2.0, 0.0, 4.0]
+    shorter = pickle.loads(pickle.dumps(functools.partial(rewards.length_reward, per_token=-0.5)))
+    assert shorter(completion_ids=ids) == [-1.0, 0.0, -2.0]
+
+
+WITH_TOOL = [
+    {"role": "assistant", "content": None, "tool_calls": []},
+    {"role": "tool", "content": r"\boxed{5}"},
+    {"role": "assistant", "content": r"<think>so</think><answer>\boxed{4}</answer>"},
+]
+
+
+def test_the_last_assistant_message_is_scored() -> None:
+    """With tools the first message calls one and may have no text; a tool's result is not the model's answer."""
+    assert rewards.accuracy_reward([WITH_TOOL, WITH_TOOL], ["4", "5"]) == [1.0, 0.0]
+    assert rewards.reasoning_accuracy_reward([WITH_TOOL], ["4"]) == [1.0]
+    assert rewards.format_reward([WITH_TOOL]) == rewards.think_format_reward([WITH_TOOL]) == [1.0]
+    assert rewards.accuracy_reward([WITH_TOOL[:2], []], ["4", "4"]) == [0.0, 0.0]
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": r"\boxed{4}"}]}]
+    assert rewards.accuracy_reward([parts], ["4"]) == [1.0]
+
+
+def test_a_row_without_a_solution_is_not_scored() -> None:
+    """Held-out rows of several sources have None in the columns they lack; a number counts as its text."""
+    assert rewards.accuracy_reward(said(r"\boxed{4}", r"\boxed{4}"), [None, 4]) == [None, 1.0]
+
+
 def test_importing_rewards_needs_no_math_verify() -> None:
     """F153: only calling accuracy_reward does, and then the error says what to install."""
     code = (
@@ -86,3 +116,13 @@ def test_importing_rewards_needs_no_math_verify() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
     assert out.startswith("[0.0]\nConfigError") and "pip install math-verify" in out
+
+
+def test_importing_rewards_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; import asyncgrpo_core.rewards as r; r.accuracy_reward, r.JudgeReward, r.reasoning_gym_rows\n"
+        "heavy = ('torch', 'sympy', 'math_verify', 'reasoning_gym', 'aiohttp', 'openai')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert out == "[]\n"
