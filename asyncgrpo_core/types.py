@@ -171,3 +171,4 @@ class GroupRecord:
     error: str | None = None  # for "failed"
     dispatched: list[tuple[Slot, int]] = field(default_factory=list)
     metrics: list[tuple[str, str, float, float]] = field(default_factory=list)  # see metrics.MetricEvent
+    loop_state: Any = None  # what a custom loop's state_dict returned, when it is due

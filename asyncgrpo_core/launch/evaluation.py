@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
@@ -14,7 +13,6 @@ from asyncgrpo_core.launch.config import EvaluationSection
 from asyncgrpo_core.launch.evaluation_files import heldout_file, write_heldout
 from asyncgrpo_core.launch.progress import Progress, write_progress
 from asyncgrpo_core.rollout.heldout import evaluate_heldout
-from asyncgrpo_core.rollout.loop import sampling_settings
 
 if TYPE_CHECKING:
     from asyncgrpo_core.training.trainer import AsyncGRPOTrainer
@@ -62,20 +60,14 @@ class HeldoutCallback(TrainerCallback):
         step = trainer.state.global_step
         text = f"held-out evaluation {when} training ({len(self._rows)} prompts)"
         write_progress(self._run_dir, Progress(text, step))
-        args = trainer.args
-        sampling = sampling_settings(args, trainer.pipeline.worker_arguments["eos_token_ids"])
         result = evaluate_heldout(
-            base_url=args.vllm_server_base_url,
+            config=trainer.args,
             model_name=trainer.pipeline.model_name,
-            tokenizer=trainer.processing_class,
             rows=self._rows,
             reward_funcs=self._rewards,
-            sampling=replace(sampling, num_logprobs=0),
             seed=self._settings.seed,
             max_in_flight=self._settings.max_in_flight,
-            chat_template_kwargs=cast(dict[str, Any] | None, args.chat_template_kwargs),
-            timeout_s=args.vllm_server_timeout,
-            cache_salt=f"heldout-{when}-{step}",  # never keys and values of another policy
+            **trainer.pipeline.rollout_setup(),
         )
         write_heldout(self._run_dir, when, result.records)
         logger.info("Held-out reward %s training: %s (n=%d)", when, result.mean_reward, result.n)

@@ -12,18 +12,9 @@ from asyncgrpo_core.errors import RolloutError
 from asyncgrpo_core.metrics import MetricEvent
 from asyncgrpo_core.rollout.advantages import group_outcome, group_std
 from asyncgrpo_core.rollout.group_metrics import reward_events
-from asyncgrpo_core.rollout.reconcile import Reconciled
+from asyncgrpo_core.rollout.one_rollout import FinishedRollout
 from asyncgrpo_core.rollout.scoring import GroupScores
-from asyncgrpo_core.types import GroupRecord, Rollout, RolloutGroup, Slot, TrainingSample
-
-
-@dataclass
-class FinishedRollout:
-    """One rollout with its training sequences; `duration_s` from dispatch to collection."""
-
-    rollout: Rollout
-    reconciled: Reconciled
-    duration_s: float
+from asyncgrpo_core.types import GroupRecord, RolloutGroup, Slot, TrainingSample
 
 
 @dataclass
@@ -47,7 +38,7 @@ def make_group(
     """The RolloutGroup that reward functions and `compute_advantages` see."""
     n = len(rollouts)
     return RolloutGroup(
-        prompts=[row["prompt"]] * n,
+        prompts=[r.prompt for r in rollouts],
         reward_kwargs={name: [value] * n for name, value in row.items() if name != "prompt"},
         completions=[r.rollout.completion for r in rollouts],
         completions_ids=[r.rollout.completion_ids for r in rollouts],
@@ -57,7 +48,7 @@ def make_group(
         model_version=model_version,
         group_id=group_id,
         row_index=row_index,
-        env_rewards=[None] * n,
+        env_rewards=[r.env_reward for r in rollouts],
         rollout_rewards=[r.rollout.reward for r in rollouts],
     )
 

@@ -9,29 +9,54 @@ from __future__ import annotations
 import hashlib
 import struct
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from asyncgrpo_core.types import Slot
+
+if TYPE_CHECKING:
+    from asyncgrpo_core.rollout.tools import CallOutcome
 
 
 @dataclass
 class FirstPrompt:
-    """A group's prompt and its token ids, rendered once for all its rollouts."""
+    """A group's prompt and its token ids, rendered once for all rollouts that start with the same messages and tools.
 
-    messages: list[dict[str, Any]]
+    `messages` and `tool_names` say what `ids` was rendered from; both None before the first rendering.
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    tool_names: list[str] | None = None
     ids: list[int] | None = None
 
 
 @dataclass
 class RolloutContext:
-    """Origin of one rollout. `index` is its place in the group, `turn` the number of requests it has made."""
+    """Origin and story of one rollout.
+
+    Attributes:
+        slot, generation, index: where it belongs; `index` is its place in the group.
+        group_id: identifier of its group.
+        first_prompt: shared by the group.
+        row: the dataset row (empty when an environment owns the data).
+        turn: number of sampling requests it has made.
+        calls: its tool calls so far.
+        calls_per_message: number of calls of each assistant message that called tools.
+        exhausted: cut off at max_tool_calling_iterations while still calling tools.
+        context_full: ended because its next turn did not fit max_model_len (long_conversation="end").
+    """
 
     slot: Slot
     generation: int
     index: int
     first_prompt: FirstPrompt
+    group_id: int = -1
+    row: dict[str, Any] = field(default_factory=dict)
     turn: int = 0
+    calls: list[CallOutcome] = field(default_factory=list)
+    calls_per_message: list[int] = field(default_factory=list)
+    exhausted: bool = False
+    context_full: bool = False
 
     def next_turn(self) -> int:
         turn = self.turn

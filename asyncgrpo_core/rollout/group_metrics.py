@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from asyncgrpo_core.metrics import MetricEvent
-from asyncgrpo_core.rollout.reconcile import Reconciled
+from asyncgrpo_core.rollout.one_rollout import FinishedRollout
 from asyncgrpo_core.rollout.scoring import GroupScores
+from asyncgrpo_core.rollout.tools import CallOutcome
 from asyncgrpo_core.types import Rollout
+
+# Trained tokens per sample as generated; training divides its own mean by it (sample/length_bias).
+GENERATED_SAMPLE_TOKENS = "sample/generated_tokens_mean"
 
 
 def _mean(name: str, values: Iterable[float]) -> MetricEvent:
@@ -17,14 +21,13 @@ def _mean(name: str, values: Iterable[float]) -> MetricEvent:
     return (name, "mean", float(sum(values)), float(len(values)))
 
 
-def generation_events(
-    rollouts: list[Rollout], reconciled: list[Reconciled], durations_s: list[float], eos_ids: frozenset[int]
-) -> list[MetricEvent]:
-    """Metrics of how a group was generated, dropped or not: completions/* and rollout/*.
+def generation_events(finished: Sequence[FinishedRollout], eos_ids: frozenset[int]) -> list[MetricEvent]:
+    """Metrics of how a group was generated, dropped or not: completions/*, rollout/* and what length_bias needs.
 
     Lengths count generated tokens of all turns of a rollout, no tool results. A rollout is terminated when its last
     turn ends with an EOS token.
     """
+    rollouts, reconciled = [f.rollout for f in finished], [f.reconciled for f in finished]
     lengths = [sum(len(turn.output_ids) for turn in r.turns) for r in rollouts]
     ended = [_ends_with_eos(r, eos_ids) for r in rollouts]
     terminated = [n for n, done in zip(lengths, ended, strict=True) if done]
@@ -34,11 +37,13 @@ def generation_events(
         ("completions/max_length", "max", max(lengths), 0.0),
         _mean("completions/clipped_ratio", [not done for done in ended]),
         _mean("completions/duplicate_frac", duplicates(rollouts)),
-        _mean("rollout/duration_s", durations_s),
+        _mean("rollout/duration_s", [f.duration_s for f in finished]),
         _mean("rollout/turns_mean", [len(r.turns) for r in rollouts]),
         ("rollout/turns_max", "max", max(len(r.turns) for r in rollouts), 0.0),
         _mean("rollout/samples_per_rollout", [len(r.sequences) for r in reconciled]),
     ]
+    if samples := [sequence.num_trained for r in reconciled for sequence in r.sequences]:
+        events.append(_mean(GENERATED_SAMPLE_TOKENS, samples))
     if terminated:
         events += [
             _mean("completions/mean_terminated_length", terminated),
@@ -53,6 +58,63 @@ def generation_events(
             _mean("rollout/drift_tokens_mean", drift),
             ("rollout/drift_tokens_max", "max", max(drift), 0.0),
         ]
+    return events
+
+
+def agent_events(finished: Sequence[FinishedRollout], *, tools: bool) -> list[MetricEvent]:
+    """tools/* (with `tools`, or when a custom generator reports calls) and env/* of a group (reference, same names).
+
+    Beyond the reference, failed calls by their cause: the policy's (unknown_name, malformed, bad_arguments) and the
+    tool's (raised, timeout).
+    """
+    events = _environment_events(finished)
+    rollouts = [f.rollout for f in finished]
+    if not tools and not any(r.tool_call_count for r in rollouts):
+        return events
+    num_calls = sum(r.tool_call_count for r in rollouts)
+    failures = sum(r.tool_failure_count for r in rollouts)
+    contexts = [f.context for f in finished]
+    events += [
+        _mean("tools/call_frequency", [r.tool_call_count for r in rollouts]),
+        ("tools/failure_frequency", "mean", float(failures), float(num_calls)),  # no call at all: NaN
+        _mean("tools/loop_exhausted_frac", [c.exhausted for c in contexts]),
+    ]
+    if any(c.context_full for c in contexts):
+        events.append(_mean("rollout/context_full_frac", [c.context_full for c in contexts]))
+    if per_message := [n for c in contexts for n in c.calls_per_message]:
+        events.append(_mean("tools/parallel_calls_mean", per_message))
+    for call in (call for c in contexts for call in c.calls):
+        events += _call_events(call)
+    return events
+
+
+def _call_events(call: CallOutcome) -> list[MetricEvent]:
+    if call.kind == "unknown":
+        return [("tools/unknown_name_count", "count", 1.0, 0.0)]
+    if call.kind == "malformed":
+        return [("tools/malformed_count", "count", 1.0, 0.0)]
+    events: list[MetricEvent] = [
+        (f"tools/{call.name}/call_count", "count", 1.0, 0.0),
+        (f"tools/{call.name}/failure_count", "count", float(call.failed), 0.0),
+    ]
+    if call.failed:
+        events.append((f"tools/{call.kind}_count", "count", 1.0, 0.0))
+    if call.kind != "bad_arguments":
+        events += [
+            ("tools/latency_s", "mean", call.seconds, 1.0),
+            (f"tools/{call.name}/latency_s", "mean", call.seconds, 1.0),
+        ]
+    return events
+
+
+def _environment_events(finished: Sequence[FinishedRollout]) -> list[MetricEvent]:
+    resets = [f.reset_s for f in finished if f.reset_s is not None]
+    rewards = [f.reward_s for f in finished if f.reward_s is not None]
+    events = []
+    if resets:
+        events.append(_mean("env/reset_s", resets))
+    if rewards:
+        events.append(_mean("env/reward_s", rewards))
     return events
 
 

@@ -18,11 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from asyncgrpo_core.errors import ConfigError, RolloutError
+from asyncgrpo_core.errors import RolloutError
 from asyncgrpo_core.rollout.advantages import standardised_advantages
+from asyncgrpo_core.rollout.chat.forks import fork_report
+from asyncgrpo_core.rollout.chat.format import ChatFormat
 from asyncgrpo_core.rollout.context import current_rollout, request_seed
+from asyncgrpo_core.rollout.environments import EnvironmentPool
+from asyncgrpo_core.rollout.one_rollout import check_reward_sources
 from asyncgrpo_core.rollout.pipeline import GroupPipeline
-from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError, SamplingSettings
+from asyncgrpo_core.rollout.sampling import fitted, sampling_settings
+from asyncgrpo_core.rollout.threads import CallThreads
+from asyncgrpo_core.rollout.tool_loop import converse
+from asyncgrpo_core.rollout.tools import FailureWatch, ToolBox, check_tools, tool_schema
+from asyncgrpo_core.server.generation import GenerationClient
 from asyncgrpo_core.types import Rollout, RolloutGroup, TurnRecord
 
 logger = logging.getLogger(__name__)
@@ -50,16 +58,21 @@ class AsyncRolloutLoop:
         failed_event: `.set()` is called when the loop ends with an error.
         exception_info_queue: `.put((exception, traceback text))` is called before that.
         metrics_queue: a `MetricOutbox`.
-        tools, environment_factory: refused in this version (ConfigError).
+        tools: functions that the model may call (see tools.py).
+        environment_factory: makes an environment, or a dict of such by name (see environments.py).
         score_queue_maxsize: completed groups that may wait to be scored before generation waits.
         lora_name: name of the adapter on the server; the policy is then requested under it.
         dataset_start_index: prompts to pass over at the start.
-        resume_state: {"epoch", "position", "skip"}, takes the place of `dataset_start_index`.
+        resume_state: {"epoch", "position", "skip"}, takes the place of `dataset_start_index`; "loop_state" is given
+            to `load_state_dict`.
         in_flight_value: `.value` counts requests in flight (ours; for overlap_frac).
         generated_tokens_value: `.value` counts generated tokens (ours).
         run_settings: what the trainer learnt about the server, each optional: "use_token_route" (bool),
             "max_model_len" (int), "max_logprobs" (int), "send_seed" (bool), "api_key" (str).
     """
+
+    # Groups that may be scored at the same time: a slow reward function (a judge) must not hold up the others.
+    groups_scored_at_once = 256
 
     def __init__(
         self,
@@ -87,7 +100,6 @@ class AsyncRolloutLoop:
         generated_tokens_value: Any | None = None,
         run_settings: dict[str, Any] | None = None,
     ) -> None:
-        refuse_tools(tools, environment_factory)
         self.config = config
         self.model_name = model_name
         self.dataset = dataset
@@ -101,7 +113,8 @@ class AsyncRolloutLoop:
         self.failed_event = failed_event
         self.exception_info_queue = exception_info_queue
         self.metrics_queue = metrics_queue
-        self.tools: list[Callable[..., Any]] = []
+        self.tools = list(tools or [])
+        self.environment_factory = environment_factory
         self.score_queue_maxsize = score_queue_maxsize
         self.lora_name = lora_name
         self.dataset_start_index = dataset_start_index
@@ -109,9 +122,28 @@ class AsyncRolloutLoop:
         self.in_flight_value = in_flight_value if in_flight_value is not None else _Counter()
         self.generated_tokens_value = generated_tokens_value if generated_tokens_value is not None else _Counter()
         self.run_settings = dict(run_settings or {})
+        self.seed = config.seed
         self.sampling = sampling_settings(config, self.eos_token_ids)
         self.max_model_len: int | None = self.run_settings.get("max_model_len")
         self.client: GenerationClient | None = None
+        self.tools_on = bool(self.tools) or environment_factory is not None
+        check_tools(self.tools)
+        self.chat = ChatFormat(
+            processing_class,
+            tools_on=self.tools_on,
+            template_kwargs=config.chat_template_kwargs,
+            turn_prompts=config.turn_prompts,
+        )
+        self._call_threads = CallThreads(config.max_concurrent_rollouts, "tool")
+        self.toolbox = ToolBox(
+            self._call_threads,
+            timeout_s=config.tool_timeout,
+            max_result_chars=config.max_tool_result_chars,
+            watch=FailureWatch(config.tool_failure_limit, config.tool_failure_window),
+        )
+        self.environments: EnvironmentPool | None = None
+        if environment_factory is not None:
+            self.environments = EnvironmentPool(environment_factory, self._call_threads, config.tool_timeout)
         # A server may outlive a run: version 3 of this run is not version 3 of the one before.
         self._salt = uuid.uuid4().hex[:12]
 
@@ -124,26 +156,18 @@ class AsyncRolloutLoop:
     async def generate_one(
         self, prompt: list[dict[str, str]], tools: list[Callable[..., Any]], group_id: int = 0
     ) -> Rollout:
-        """Generate one rollout for a prompt: by default one sampled reply.
+        """Generate one rollout for a prompt: by default a multi-turn tool loop (tool_loop.py).
+
+        Override it to generate differently, for example with an agent framework: return every sampling request in
+        `Rollout.turns`, from which the training sequences are built; set `Rollout.reward` to score it here.
+        `self.rollout_row()` is the dataset row.
 
         Args:
             prompt: prompt messages.
-            tools: tools of this rollout; always empty in this version.
+            tools: the trainer's tools and the public methods of this rollout's environment.
             group_id: identifier of the rollout's group.
         """
-        context = current_rollout.get()
-        shared = context.first_prompt
-        if shared.ids is None or prompt != shared.messages:
-            ids = self.render_prompt(prompt)
-            if prompt == shared.messages:
-                shared.ids = ids
-        else:
-            ids = shared.ids
-        turn = await self.generate_one_turn(ids)
-        text = self.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
-        return Rollout(
-            completion=[{"role": "assistant", "content": text}], completion_ids=turn.output_ids, turns=[turn]
-        )
+        return await converse(self, prompt, tools)
 
     async def generate_one_turn(self, prompt_ids: list[int]) -> TurnRecord:
         """Sample one reply from the vLLM server with the config's sampling settings.
@@ -159,11 +183,11 @@ class AsyncRolloutLoop:
             raise RolloutError(
                 "generate_one_turn was called outside of generate_one.", "Call it from generate_one only."
             )
-        sampling = self._fit(len(prompt_ids))
+        sampling = fitted(self.sampling, len(prompt_ids), self.max_model_len)
         turn_index = context.next_turn()
         seed = None
         if self.run_settings.get("send_seed", True):
-            seed = request_seed(self.config.seed, context.slot, context.generation, context.index, turn_index)
+            seed = request_seed(self.seed, context.slot, context.generation, context.index, turn_index)
         self.in_flight_value.value += 1
         try:
             turn = await self.client.generate(
@@ -189,18 +213,23 @@ class AsyncRolloutLoop:
     async def close(self) -> None:
         """Release what `setup` created. Runs when the loop stops, also on failure."""
 
-    # machinery
+    def state_dict(self) -> Any:
+        """What a custom loop wants to find again after a resume (JSON types); None: nothing. Beyond the reference.
 
-    def render_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Messages -> prompt token ids through the chat template, ready for the assistant's reply."""
-        ids = self.tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **(self.config.chat_template_kwargs or {}),
-        )
-        return list(ids)
+        Called when a group ends, at most once per second; a checkpoint holds the newest one.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take back what `state_dict` returned; called after `setup`, before the first prompt."""
+
+    # for hooks
+
+    def rollout_row(self) -> dict[str, Any]:
+        """The dataset row of the rollout that is running (empty when an environment owns the data)."""
+        return current_rollout.get().row
+
+    # machinery
 
     async def run(self, should_stop: Callable[[], bool], on_ready: Callable[[], None] | None = None) -> None:
         """Generate and score until `should_stop()`; any error is reported to the trainer and raised.
@@ -209,8 +238,8 @@ class AsyncRolloutLoop:
         """
         pipeline = None
         try:
-            client = await self._connect()
-            await self.setup()
+            client = await self.connect()
+            await self.prepare()
             pipeline = GroupPipeline(self, client, should_stop)
             if on_ready is not None:
                 on_ready()
@@ -222,9 +251,26 @@ class AsyncRolloutLoop:
         finally:
             if pipeline is not None:
                 pipeline.close()
-            await self._release()
+            await self.release()
 
-    async def _connect(self) -> GenerationClient:
+    async def prepare(self) -> None:
+        """Environments, the `setup` hook and the state of a custom loop: what must be there before the first prompt.
+
+        Raises:
+            ConfigError: an environment cannot be used, or nothing scores the rollouts.
+        """
+        scoring = await self.environments.prepare(self.tools) if self.environments is not None else []
+        custom = type(self).generate_one is not AsyncRolloutLoop.generate_one
+        check_reward_sources(len(self.reward_funcs), scoring, custom)
+        if self.tools_on:
+            logger.info("%s", fork_report(self.chat, [tool_schema(tool) for tool in self.tools] or None).text)
+        await self.setup()
+        state = (self.resume_state or {}).get("loop_state")
+        if state is not None:
+            self.load_state_dict(state)
+
+    async def connect(self) -> GenerationClient:
+        """Open the client and ask the server for what `run_settings` does not say."""
         known = self.run_settings
         client = self.client = GenerationClient(
             self.config.vllm_server_base_url,
@@ -244,7 +290,8 @@ class AsyncRolloutLoop:
             self.max_model_len = known.get("max_model_len", facts.max_model_len)
         return client
 
-    async def _release(self) -> None:
+    async def release(self) -> None:
+        """The `close` hook, then the connections."""
         try:
             await self.close()
         except Exception:  # must not hide the error that stopped the loop, nor keep the session open
@@ -256,48 +303,7 @@ class AsyncRolloutLoop:
         logger.warning("a generation request is sent again: %s", reason)
         self.metrics_queue.put(("rollout/vllm_retry_count", "count", 1.0, 0.0))
 
-    def _fit(self, prompt_len: int) -> SamplingSettings:
-        """The sampling settings of a prompt of this length.
-
-        /inference/v1/generate does not refuse a request that cannot finish, it cuts the reply short; so the check
-        that /v1/completions makes is made here for both. Under top_k / top_p the turn may end at max_model_len.
-        """
-        limit, sampling = self.max_model_len, self.sampling
-        if limit is None or prompt_len + sampling.max_tokens <= limit:
-            return sampling
-        if (sampling.top_k > 0 or sampling.top_p < 1.0) and prompt_len < limit:
-            return SamplingSettings(**{**sampling.__dict__, "max_tokens": limit - prompt_len})
-        raise RequestRejectedError(
-            f"A prompt of {prompt_len} tokens plus max_completion_length={sampling.max_tokens} is longer than the "
-            f"server's max_model_len={limit}.",
-            "Lower max_completion_length, shorten the prompt or restart the server with a larger --max-model-len.",
-        )
-
 
 class _Counter:
     def __init__(self) -> None:
         self.value = 0
-
-
-def refuse_tools(tools: Any, environment_factory: Any) -> None:
-    """Raise ConfigError when tools or environments are passed: this version runs single-turn rollouts."""
-    for name, value in (("tools", tools), ("environment_factory", environment_factory)):
-        if value:
-            raise ConfigError(
-                f"{name} was passed, but this version of asyncgrpo does not run tools or environments.",
-                f"Leave {name} out, or subclass AsyncRolloutLoop and override generate_one.",
-            )
-
-
-def sampling_settings(config: Any, eos_token_ids: list[int]) -> SamplingSettings:
-    """The config's sampling settings. Top log-probabilities are asked for only when score centering needs them."""
-    return SamplingSettings(
-        max_tokens=config.max_completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        repetition_penalty=getattr(config, "repetition_penalty", 1.0),
-        num_logprobs=config.num_sampler_logprobs if config.score_centering else 0,
-        stop_token_ids=tuple(eos_token_ids),
-    )

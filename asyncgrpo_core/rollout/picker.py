@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from asyncgrpo_core.errors import DataError, RolloutError
-from asyncgrpo_core.rollout.prompts import IndexedPrompts, StreamedPrompts, check_prompt
+from asyncgrpo_core.rollout.prompts import IndexedPrompts, StreamedPrompts, check_no_images, check_prompt
 from asyncgrpo_core.types import Slot
 
 _REGENERATIONS_EVERY_S = 0.25
@@ -27,6 +27,7 @@ class PromptPicker:
         prompts: the prompt stream.
         take_regenerations: the (slot, generation) pairs that the trainer asked for since the last call.
         admits: the filter hook, called once per prompt and never for a regeneration.
+        needs_prompt: False when an environment may make the prompt.
     """
 
     def __init__(
@@ -34,10 +35,13 @@ class PromptPicker:
         prompts: IndexedPrompts | StreamedPrompts,
         take_regenerations: Callable[[], list[tuple[Slot, int]]],
         admits: Callable[[int, dict[str, Any], int], bool],
+        *,
+        needs_prompt: bool = True,
     ) -> None:
         self._prompts = prompts
         self._take_regenerations = take_regenerations
         self._admits = admits
+        self._needs_prompt = needs_prompt
         self._regenerations: deque[tuple[Slot, int]] = deque()
         self._read_at = 0.0
         self._rejected_in_a_row = 0
@@ -83,10 +87,12 @@ class PromptPicker:
             self._regenerations = deque(order)
 
     def _checked(self, slot: Slot, generation: int, row: Any) -> Picked:
-        if not isinstance(row, dict) or "prompt" not in row:
+        if not isinstance(row, dict) or (self._needs_prompt and "prompt" not in row):
             columns = sorted(row) if isinstance(row, dict) else type(row).__name__
             raise DataError(
                 f'Dataset row {slot.row} has no "prompt" (it has {columns}).', 'Give the dataset a "prompt" column.'
             )
-        check_prompt(row["prompt"], slot.row)
+        if row.get("prompt") is not None or self._needs_prompt:
+            check_prompt(row["prompt"], f"dataset row {slot.row}")
+        check_no_images(row, f"dataset row {slot.row}")
         return Picked(slot, generation, row)

@@ -19,19 +19,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncgrpo_core.errors import RolloutError, ServerError
+from asyncgrpo_core.errors import AsyncGRPOError, RolloutError, ServerError
 from asyncgrpo_core.rollout.admission import RolloutGate, TokenAdmission
-from asyncgrpo_core.rollout.assemble import FinishedGroup, FinishedRollout, ended_record, make_group
+from asyncgrpo_core.rollout.assemble import FinishedGroup, ended_record, make_group
 from asyncgrpo_core.rollout.clocks import REPORT_EVERY_S, LoadWatch, Reporter
-from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext, current_rollout
-from asyncgrpo_core.rollout.group_metrics import generation_events
+from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext
+from asyncgrpo_core.rollout.environments import EnvironmentFailedError
+from asyncgrpo_core.rollout.group_metrics import agent_events, generation_events
 from asyncgrpo_core.rollout.load_control import ConcurrencyCap
+from asyncgrpo_core.rollout.one_rollout import FinishedRollout, run_rollout
 from asyncgrpo_core.rollout.picker import Picked, PromptPicker
 from asyncgrpo_core.rollout.prompts import open_prompts
-from asyncgrpo_core.rollout.reconcile import reconcile
-from asyncgrpo_core.rollout.scoring import GroupScorer
+from asyncgrpo_core.rollout.scoring import GroupScorer, RewardTimeoutError
+from asyncgrpo_core.rollout.tools import FailureWatch
 from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError
-from asyncgrpo_core.types import GroupRecord, Rollout, Slot
+from asyncgrpo_core.types import GroupRecord, RolloutGroup, Slot
 
 if TYPE_CHECKING:
     from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
@@ -40,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _WAKE_EVERY_S = 0.02  # the trainer's shared values have no way to wake us
 _HEARTBEAT_EVERY_S = 0.2
+_STATE_EVERY_S = 1.0
+# Groups whose reward function timed out: a slow one now and then is generated again, most of them end the run.
+_REWARD_TIMEOUT_LIMIT, _REWARD_TIMEOUT_WINDOW = 0.5, 8
 # A server that has answered nothing for this long while groups fail is down, not busy.
 _SILENT_SERVER_S = 120.0
 
@@ -72,11 +77,17 @@ class GroupPipeline:
             start_index=loop.dataset_start_index,
             resume_state=loop.resume_state,
         )
-        self._picker = PromptPicker(prompts, loop.rollout_buffer.take_regenerations, loop.filter_prompt)
+        self._picker = PromptPicker(
+            prompts,
+            loop.rollout_buffer.take_regenerations,
+            loop.filter_prompt,
+            needs_prompt=loop.environments is None,
+        )
         self._admission = TokenAdmission(loop.token_allowance.value)
         self._cap = ConcurrencyCap(config.max_concurrent_rollouts, loop.max_model_len)
         self._gate = RolloutGate(config.max_concurrent_rollouts)
-        self._scorer = GroupScorer(loop.reward_funcs)
+        self._scorer = GroupScorer(loop.reward_funcs, timeout_s=config.reward_timeout)
+        self._reward_watch = FailureWatch(_REWARD_TIMEOUT_LIMIT, _REWARD_TIMEOUT_WINDOW)
         self._score_queue: asyncio.Queue[FinishedGroup] = asyncio.Queue(loop.score_queue_maxsize)
         self._dispatched: list[tuple[Slot, int]] = []
         self._groups: set[asyncio.Task[None]] = set()
@@ -87,6 +98,7 @@ class GroupPipeline:
         self._eos = frozenset(loop.eos_token_ids)
         self._changed = asyncio.Event()
         self._last_put = time.monotonic()
+        self._last_state = 0.0
         self._load_watch = LoadWatch(client, self._cap, self._gate, loop.metrics_queue)
         self._reporter = Reporter(
             loop.metrics_queue,
@@ -109,7 +121,7 @@ class GroupPipeline:
             asyncio.create_task(self._dispatch()),
             asyncio.create_task(self._load_watch.run()),
             asyncio.create_task(self._reporter.run()),
-            *(asyncio.create_task(self._score_loop()) for _ in range(max(1, self._loop.score_queue_maxsize))),
+            *(asyncio.create_task(self._score_loop()) for _ in range(self._loop.groups_scored_at_once)),
         ]
         try:
             done, _ = await asyncio.wait([*tasks, self._group_error], return_when=asyncio.FIRST_COMPLETED)
@@ -178,14 +190,22 @@ class GroupPipeline:
     # one group
 
     async def _run_group(self, origin: _Origin, row: dict[str, Any]) -> None:
-        shared = FirstPrompt(row["prompt"])
-        tasks = [asyncio.create_task(self._run_rollout(origin, index, shared)) for index in range(origin.open_rollouts)]
+        shared = FirstPrompt()
+        tasks = [
+            asyncio.create_task(self._run_rollout(origin, index, row, shared)) for index in range(origin.open_rollouts)
+        ]
         try:
             rollouts = await asyncio.gather(*tasks)
         except RequestRejectedError:
             raise
         except ServerError as error:
-            self._fail(origin, error)
+            self._admission.group_failed()
+            self._put_failed(origin.slot, origin.generation, origin, error)
+            self._raise_if_silent(error)
+            return
+        except EnvironmentFailedError as error:  # how often that may happen is the environments' own watch's business
+            self._admission.group_ended(0)
+            self._put_failed(origin.slot, origin.generation, origin, error)
             return
         finally:
             await _cancel(tasks)
@@ -194,48 +214,44 @@ class GroupPipeline:
         finished = FinishedGroup(origin.slot, origin.generation, group, rollouts)
         self._admission.group_generated(finished.forwarded_tokens)
         self._changed.set()
-        finished.events = generation_events(
-            [r.rollout for r in rollouts], [r.reconciled for r in rollouts], [r.duration_s for r in rollouts], self._eos
-        )
+        finished.events = generation_events(rollouts, self._eos) + agent_events(rollouts, tools=self._loop.tools_on)
         blocked_from = time.monotonic()
         finished.group.queued_at = blocked_from
         await self._score_queue.put(finished)
         self._loop.metrics_queue.record("rollout/score_block_s", time.monotonic() - blocked_from)
 
-    async def _run_rollout(self, origin: _Origin, index: int, shared: FirstPrompt) -> FinishedRollout:
+    async def _run_rollout(
+        self, origin: _Origin, index: int, row: dict[str, Any], shared: FirstPrompt
+    ) -> FinishedRollout:
         loop = self._loop
         async with self._gate:
             if origin.version is None:
                 origin.version = loop.model_version_value.value
-            started = time.monotonic()
-            current_rollout.set(RolloutContext(origin.slot, origin.generation, index, shared))
-            rollout = await loop.generate_one(list(shared.messages), loop.tools, origin.group_id)
-            duration = time.monotonic() - started
+            context = RolloutContext(origin.slot, origin.generation, index, shared, origin.group_id, row)
+            rollout = await run_rollout(loop, context, origin.version, want_top=loop.config.score_centering)
         origin.open_rollouts -= 1
         self._open_rollouts -= 1
         self._cap.rollout_finished()
         self._last_answer = time.monotonic()
         self._changed.set()
-        if not isinstance(rollout, Rollout):
-            raise RolloutError(
-                f"generate_one returned a {type(rollout).__name__}.", "Return an asyncgrpo_core.Rollout."
-            )
-        turns = reconcile(rollout.turns, origin.version, want_top=loop.config.score_centering)
-        return FinishedRollout(rollout, turns, duration)
+        return rollout
 
-    def _fail(self, origin: _Origin, error: ServerError) -> None:
-        logger.error("group %d (slot %s) failed: %s", origin.group_id, origin.slot, error)
-        self._admission.group_failed()
+    def _put_failed(self, slot: Slot, generation: int, ids: _Origin | RolloutGroup, error: AsyncGRPOError) -> None:
+        version = ids.version or 0 if isinstance(ids, _Origin) else ids.model_version
+        logger.error("group %d (slot %s) failed: %s", ids.group_id, slot, error)
         self._put(
             GroupRecord(
                 outcome="failed",
-                slot=origin.slot,
-                generation=origin.generation,
-                group_id=origin.group_id,
-                model_version=origin.version or 0,
+                slot=slot,
+                generation=generation,
+                group_id=ids.group_id,
+                model_version=version,
                 error=str(error),
             )
         )
+        self._changed.set()
+
+    def _raise_if_silent(self, error: ServerError) -> None:
         silent_s = time.monotonic() - self._last_answer
         if silent_s > _SILENT_SERVER_S:
             raise RolloutError(
@@ -250,7 +266,14 @@ class GroupPipeline:
         while True:
             finished = await self._score_queue.get()
             started = time.monotonic()
-            scores = await self._scorer.score(finished.group)
+            try:
+                scores = await self._scorer.score(finished.group)
+            except RewardTimeoutError as error:
+                self._reward_watch.record("A reward function", str(error))
+                self._admission.group_ended(0)
+                self._put_failed(finished.slot, finished.generation, finished.group, error)
+                continue
+            self._reward_watch.record("A reward function", None)
             finished.group.rewards = scores.total
             advantages = self._loop.compute_advantages(finished.group)
             record = ended_record(finished, scores, advantages)
@@ -264,6 +287,9 @@ class GroupPipeline:
     def _put(self, record: GroupRecord) -> None:
         record.dispatched, self._dispatched = self._dispatched, []
         record.metrics += self._loop.metrics_queue.drain()
+        if time.monotonic() - self._last_state >= _STATE_EVERY_S:
+            record.loop_state = self._loop.state_dict()
+            self._last_state = time.monotonic()
         self._loop.rollout_buffer.put(record)
         self._last_put = time.monotonic()
 

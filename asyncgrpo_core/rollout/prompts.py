@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,22 +11,43 @@ from asyncgrpo_core.errors import ConfigError, DataError
 from asyncgrpo_core.types import Slot
 
 
-def check_prompt(prompt: Any, row_index: int) -> None:
-    """Raise DataError unless `prompt` is a non-empty list of text messages with role and content."""
-    where = f"The prompt of dataset row {row_index}"
+def check_prompt(prompt: Any, where: str) -> None:
+    """Raise DataError unless `prompt` is a non-empty list of text messages with role and content.
+
+    Args:
+        where: names the row in the message, for example "row 3 of train_dataset".
+    """
+    where = f"The prompt in {where}"
     fix = 'Give the "prompt" column rows like [{"role": "user", "content": "What is 2+2?"}].'
+    if isinstance(prompt, str):
+        raise DataError(f"{where} is plain text ({_short(prompt)}), not a conversation.", fix)
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{where} is {_short(prompt)}, not a list of messages (conversational format).", fix)
     for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise DataError(f"{where} holds {_short(message)}, not a message with a role.", fix)
         content = message.get("content")
-        if isinstance(content, list) and any(
-            isinstance(part, dict) and part.get("type") not in (None, "text") for part in content
-        ):
-            raise DataError(f"{where} holds a content part that is not text.", "Images and audio are not supported.")
+        if isinstance(content, list):
+            for part in content:
+                if not isinstance(part, Mapping) or part.get("type") != "text":
+                    raise DataError(
+                        f"{where} holds a content part that is not text: {_short(part)}.",
+                        "Images, audio and video are not supported; give text only.",
+                    )
+        elif content is not None and not isinstance(content, str):
+            raise DataError(f"{where} has a message whose content is {_short(content)}, not text.", fix)
         if content is None and not message.get("tool_calls"):
             raise DataError(f"{where} holds a message without content: {_short(message)}.", fix)
+
+
+def check_no_images(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError when a row carries images beside its prompt (the columns that vision datasets use)."""
+    for column in ("image", "images"):
+        if row.get(column) is not None and row[column] != []:
+            raise DataError(
+                f'The column "{column}" holds an image in {where}; images are not supported.',
+                f'Remove the column (dataset.remove_columns("{column}")) if the prompts make sense without it.',
+            )
 
 
 class PromptOrder:
@@ -148,15 +169,25 @@ class StreamedPrompts:
             ) from None
 
 
+class _NoRows:
+    """Rows without columns, without end: an environment owns the data."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(dict, None)  # type: ignore[arg-type]
+
+
 def open_prompts(
     dataset: Any, seed: int, sampling: str, *, start_index: int = 0, resume_state: dict | None = None
 ) -> IndexedPrompts | StreamedPrompts:
     """The prompt stream of a dataset.
 
     Args:
+        dataset: None when an environment owns the data: then every row is empty and there is no epoch.
         start_index: number of prompts to pass over at the start (reference, `dataset_start_index`).
         resume_state: {"epoch", "position", "skip"}; takes the place of `start_index`.
     """
+    if dataset is None:
+        dataset = _NoRows()
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return StreamedPrompts(dataset)
     order = PromptOrder(len(dataset), seed, sampling)

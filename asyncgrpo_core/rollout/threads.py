@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+class CallDeadlineError(TimeoutError):
+    """A call was still running at its deadline. A type of its own: the call itself may raise a TimeoutError."""
+
+
 class CallThreads:
     """Runs blocking calls of user code beside the event loop, at most `limit` at once.
 
@@ -33,7 +37,7 @@ class CallThreads:
         `timeout_s` counts from the call's start, not from the wait for a place.
 
         Raises:
-            TimeoutError: still running after `timeout_s`.
+            CallDeadlineError: still running after `timeout_s`.
         """
         async with self._places:
             loop = asyncio.get_running_loop()
@@ -51,14 +55,12 @@ class CallThreads:
                     pass  # the loop has ended meanwhile
 
             threading.Thread(target=call, name=f"{self._name}-call", daemon=True).start()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    return await future
-            except TimeoutError:
-                if not future.cancelled():
-                    raise  # the call's own TimeoutError
-                self.given_up += 1
-                raise TimeoutError(f"still running after {timeout_s:g} s") from None
+            done, _ = await asyncio.wait([future], timeout=timeout_s)
+            if done:
+                return future.result()
+            self.given_up += 1
+            future.cancel()
+            raise CallDeadlineError(f"still running after {timeout_s:g} s")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

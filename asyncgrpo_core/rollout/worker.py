@@ -20,7 +20,7 @@ import psutil
 
 from asyncgrpo_core.errors import AsyncGRPOError, RolloutError
 from asyncgrpo_core.rollout.buffer import SampleBuffer
-from asyncgrpo_core.rollout.loop import AsyncRolloutLoop, refuse_tools
+from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.rollout.scoring import reward_names
 from asyncgrpo_core.rollout.worker_process import SharedValues, worker_main
 
@@ -46,10 +46,10 @@ class RolloutWorker:
         processing_class: tokenizer.
         eos_token_ids: tokens that end a reply.
         buffer: where the groups arrive.
-        tools, environment_factory: refused in this version (ConfigError).
+        tools, environment_factory: picklable, see AsyncRolloutLoop.
         lora_name, dataset_start_index, resume_state: see AsyncRolloutLoop.
         initial_allowance: forwarded tokens the worker may have produced and in progress, see `set_allowance`.
-        initial_version: policy version of the server at the start.
+        initial_version: policy version of every server at the start.
         log_path: file that the child's output is appended to; None leaves it on the terminal.
         run_settings: see AsyncRolloutLoop.
     """
@@ -75,10 +75,11 @@ class RolloutWorker:
         log_path: Path | None = None,
         run_settings: dict[str, Any] | None = None,
     ) -> None:
-        refuse_tools(tools, environment_factory)
         self._loop_cls = loop_cls
         self._config = config
         self._reward_funcs = list(reward_funcs)
+        self._tools = list(tools or [])
+        self._environment_factory = environment_factory
         self._arguments = {
             "model_name": model_name,
             "dataset": dataset,
@@ -92,7 +93,9 @@ class RolloutWorker:
         self._buffer = buffer
         self._log_path = log_path
         self._context = multiprocessing.get_context("spawn")
-        self._shared = SharedValues.create(self._context, initial_version, initial_allowance)
+        urls = config.vllm_server_base_url
+        num_servers = 1 if isinstance(urls, str) else len(urls)
+        self._shared = SharedValues.create(self._context, initial_version, initial_allowance, num_servers)
         self._process: Any = None
         self._started_at = 0.0
         self._failure: BaseException | None = None
@@ -167,8 +170,12 @@ class RolloutWorker:
     # shared numbers
 
     def set_version(self, version: int) -> None:
-        """Tell the worker the server's policy version; later groups and requests carry it."""
+        """Tell the worker the policy version that every server in use holds; later groups carry it."""
         self._shared.version.value = version
+
+    def set_server_version(self, index: int, version: int) -> None:
+        """Tell the worker what one server holds: requests to it carry that version, none goes to a `LEFT_OUT` one."""
+        self._shared.server_versions[index] = version
 
     def set_allowance(self, tokens: int) -> None:
         """Raise the cumulative number of forwarded tokens that the worker may have produced plus in progress.
@@ -199,6 +206,12 @@ class RolloutWorker:
             (f"reward function {name!r}", func)
             for name, func in zip(reward_names(self._reward_funcs), self._reward_funcs, strict=True)
         ]
+        named += [(f"tool {getattr(tool, '__name__', '?')!r}", tool) for tool in self._tools]
+        factories = self._environment_factory
+        if isinstance(factories, dict):
+            named += [(f"environment_factory[{name!r}]", factory) for name, factory in factories.items()]
+        elif factories is not None:
+            named.append(("environment_factory", factories))
         named += [(name, value) for name, value in self._arguments.items() if value is not None]
         for name, value in named:
             try:
@@ -209,9 +222,14 @@ class RolloutWorker:
                     "Use a module-level function, functools.partial or an instance of a module-level class; "
                     "lambdas and closures cannot be pickled."
                 ) from error
-        return pickle.dumps(
-            (self._loop_cls, {"config": self._config, "reward_funcs": self._reward_funcs, **self._arguments})
-        )
+        arguments = {
+            "config": self._config,
+            "reward_funcs": self._reward_funcs,
+            "tools": self._tools,
+            "environment_factory": self._environment_factory,
+            **self._arguments,
+        }
+        return pickle.dumps((self._loop_cls, arguments))
 
     def _error_left(self) -> BaseException | None:
         left = self._buffer.take_error()

@@ -33,7 +33,7 @@ class RolloutState:
     slots: dict[str, Any]  # SlotBook.state_dict()
     counters: dict[str, Any]  # cumulative numbers of run_summary.json
     unsynced_steps: int = 0  # steps trained since the last weight sync
-    loop_state: dict[str, Any] | None = None  # a custom loop's own state_dict()
+    loop_state: Any = None  # a custom loop's own state_dict()
 
 
 def save_rollout_state(folder: Path, state: RolloutState, samples: list[TrainingSample]) -> None:
@@ -42,11 +42,21 @@ def save_rollout_state(folder: Path, state: RolloutState, samples: list[Training
     Args:
         folder: checkpoint-N.
         samples: generated and not yet trained, oldest first.
+
+    Raises:
+        CheckpointError: a custom loop's state is not made of JSON types.
     """
     _write_synced(folder / SAMPLES_NAME, pickle.dumps(samples, protocol=pickle.HIGHEST_PROTOCOL))
     content = {"schema": SCHEMA, **vars(state), "manifest": manifest_of(folder)}
     temporary = folder / (STATE_NAME + ".tmp")
-    _write_synced(temporary, json.dumps(content).encode())
+    try:
+        encoded = json.dumps(content).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"state_dict() of the rollout loop returned something that is no JSON: {error}.",
+            "Return dicts, lists, strings, numbers, booleans and None only.",
+        ) from error
+    _write_synced(temporary, encoded)
     os.replace(temporary, folder / STATE_NAME)
 
 

@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncgrpo_core.errors import ConfigError, DataError
+from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
+from asyncgrpo_core.rollout.prompts import check_no_images, check_prompt
 
 
-def normalise_reward_funcs(reward_funcs: Any, environment_factory: Any) -> list[Callable]:
+def normalise_reward_funcs(
+    reward_funcs: Any, environment_factory: Any, loop_cls: type[AsyncRolloutLoop] = AsyncRolloutLoop
+) -> list[Callable]:
     """One reward function or a list of them -> list.
 
     Raises:
-        ConfigError: none given although no environment scores, or something that is not callable.
+        ConfigError: none given although no environment scores and `generate_one` is the default, which sets no
+            Rollout.reward; or something that is not callable. (Whether an environment scores is seen in the worker.)
     """
     if reward_funcs is None:
         reward_funcs = []
@@ -25,7 +30,8 @@ def normalise_reward_funcs(reward_funcs: Any, environment_factory: Any) -> list[
                 f"reward_funcs contains {func!r}; a reward must be a Python callable, not a model.",
                 "Serve a reward model behind its own engine and call it from a module-level function.",
             )
-    if not reward_funcs and environment_factory is None:
+    generates_itself = loop_cls.generate_one is not AsyncRolloutLoop.generate_one
+    if not reward_funcs and environment_factory is None and not generates_itself:
         raise ConfigError("reward_funcs is missing.", "Pass a reward function, or an environment with get_reward().")
     return list(reward_funcs)
 
@@ -54,6 +60,7 @@ def check_dataset(dataset: Any, environment_factory: Any, max_steps: int) -> int
     first = dataset[0] if num_rows is not None else next(iter(dataset))
     if not isinstance(first, Mapping):
         raise DataError(f"train_dataset rows are {type(first).__name__}, not mappings.", "Use a datasets.Dataset.")
+    check_no_images(first, "row 0 of train_dataset")
     if "prompt" in first:
         check_prompt(first["prompt"], "row 0 of train_dataset")
     elif environment_factory is None:
@@ -62,25 +69,3 @@ def check_dataset(dataset: Any, environment_factory: Any, max_steps: int) -> int
             'Rename the column that holds the messages to "prompt".',
         )
     return num_rows
-
-
-def check_prompt(prompt: Any, where: str) -> None:
-    """A prompt is a non-empty list of {"role": str, "content": str} messages.
-
-    Raises:
-        DataError: it is not; says what was found and shows the right form.
-    """
-    form = 'Use [{"role": "user", "content": "..."}].'
-    if isinstance(prompt, str):
-        raise DataError(f"The prompt in {where} is plain text ({prompt[:60]!r}), not a conversation.", form)
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"The prompt in {where} is {type(prompt).__name__}, not a list of messages.", form)
-    for message in prompt:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise DataError(f"The prompt in {where} has a message without role and content: {message!r}.", form)
-        if not isinstance(message["content"], str | None):
-            raise DataError(
-                f"The prompt in {where} has a message whose content is {type(message['content']).__name__}; "
-                "images and other parts are not supported.",
-                form,
-            )

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.metrics import MetricWindow
@@ -93,6 +93,7 @@ class SampleSource:
         self.token_budget, self.max_staleness, self.world_size = token_budget, max_staleness, world_size
         self._version, self._should_stop = version, should_stop
         self.pending: deque[TrainingSample] = deque()
+        self.loop_state: Any = None  # the newest state of a custom loop
         self.wait_s = 0.0  # of the step being formed
 
     def preload(self, samples: Iterable[TrainingSample]) -> None:
@@ -135,11 +136,18 @@ class SampleSource:
 
     def drain(self) -> None:
         """Take what the worker has put into the buffer: metrics to the window, outcomes to the book."""
-        for record in self.buffer.take():
+        records = self.buffer.take()
+        if not records:
+            return
+        for record in records:
             self.window.extend(record.metrics)
             samples, regenerate = self.book.apply(record)
             self._regenerate(regenerate)
             self.pending.extend(samples)
+            self.loop_state = record.loop_state if record.loop_state is not None else self.loop_state
+        # Oldest policy first, then in the order of generation: a group of long rollouts arrives late and would
+        # otherwise go stale behind shorter ones that started after it.
+        self.pending = deque(sorted(self.pending, key=lambda sample: (sample.model_version, sample.group_id)))
         self.ledger.write(self.book.drain_rows())
 
     def _next_microbatch(self) -> MicroBatch | None:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 
 from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.rollout.group_metrics import GENERATED_SAMPLE_TOKENS
 from asyncgrpo_core.training.source import Step
 
 
@@ -31,6 +32,18 @@ def record_samples(window: MetricWindow, step: Step, version: int, now: float | 
         window.add("reward_group_std", sample.group_reward_std)
         for name, std in sample.func_group_stds.items():
             window.add(f"rewards/{name}/group_std", std)
+
+
+def add_length_bias(values: dict[str, float]) -> None:
+    """Add `sample/length_bias` to a window's values: trained tokens per sample that was trained / that was generated.
+
+    1.0 means that dropping (stale, failed, equal rewards) does not select by length; below 1, long rollouts are thinned
+    out. Both means cover the same window, so with a deep queue the trained one is of somewhat older samples. Beyond
+    the reference.
+    """
+    trained, generated = values.get("sample/trained_tokens_mean"), values.get(GENERATED_SAMPLE_TOKENS)
+    if trained is not None and generated:
+        values["sample/length_bias"] = trained / generated
 
 
 def record_batch(window: MetricWindow, step: Step, token_budget: int) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from asyncgrpo_core.training.pipeline import Pipeline
 from asyncgrpo_core.training.policy_link import policy_link
 from asyncgrpo_core.training.run_context import RunContext
 from asyncgrpo_core.training.source import Step
-from asyncgrpo_core.training.step_metrics import record_batch, record_performance, record_samples
+from asyncgrpo_core.training.step_metrics import add_length_bias, record_batch, record_performance, record_samples
 from asyncgrpo_core.types import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class AsyncGRPOTrainer(Trainer):
         optimizers: (optimizer, scheduler); None entries get the defaults.
         peft_config: wraps the model in an adapter; merged weights are sent to the server.
         tools: module-level functions the model may call.
-        environment_factory: callable, or dict of callables, that makes an environment.
+        environment_factory: callable, or dict of callables by the "environment" column, that makes an environment.
         run: run folder and served name when a launcher owns them (beyond the reference, keyword only).
 
     Raises:
@@ -112,7 +112,7 @@ class AsyncGRPOTrainer(Trainer):
                 f"{args.world_size} trainer ranks were started; this version trains on one.", "Start one process."
             )
         share_cores(args)
-        reward_funcs = normalise_reward_funcs(reward_funcs, environment_factory)
+        reward_funcs = normalise_reward_funcs(reward_funcs, environment_factory, self.loop_cls)
         num_rows = check_dataset(train_dataset, environment_factory, args.max_steps)
         model_name = model if isinstance(model, str) else model.config._name_or_path
         policy = load_policy(model, args, peft_config=peft_config)
@@ -305,6 +305,7 @@ class AsyncGRPOTrainer(Trainer):
         """Add the window's metrics to a training log (reference, 'Logged metrics')."""
         if "loss" in logs:
             logs = {**logs, "num_tokens": float(self.pipeline.counters.num_tokens), **self.window.reduce()}
+            add_length_bias(logs)
             if self.args.log_completions and self._step is not None and self.is_world_process_zero():
                 count = self.args.num_completions_to_print
                 print(format_completions(self._step, self.processing_class, self.state.global_step, count), flush=True)

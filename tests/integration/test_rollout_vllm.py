@@ -142,12 +142,12 @@ def test_worker_produces_groups_within_its_allowance(vllm_server, tokenizer, tmp
 
 def test_heldout(vllm_server, tokenizer) -> None:
     result = evaluate_heldout(
-        base_url=vllm_server.base_url,
+        config=config_of(vllm_server, max_completion_length=12),
         model_name="policy",
-        tokenizer=tokenizer,
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
         rows=ROWS,
         reward_funcs=[worker_parts.index_reward],
-        sampling=settings_of(tokenizer, num_logprobs=0),
         seed=7,
     )
     assert result.n == 40 and result.mean_reward == pytest.approx(19.5)

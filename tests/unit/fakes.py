@@ -24,7 +24,8 @@ class FakeVLLM:
 
     Attributes that a test may set: `fail` (callable: request number -> HTTP status or None), `delay_s`, `version`
     (weight version reported), `sample` (callable: (rng, prompt_ids) -> token ids), `metrics` (text or None for 404),
-    `token_route` (whether /inference/v1/generate exists), `max_model_len`.
+    `token_route` (whether /inference/v1/generate exists), `max_model_len`, `vocab`, `eos_id`, `health`
+    (status of /health) and `port`.
     `requests` holds (route, body) of every generation request; `max_in_flight` the most at once.
     """
 
@@ -36,6 +37,10 @@ class FakeVLLM:
         self.metrics: str | None = None
         self.token_route = True
         self.max_model_len = 512
+        self.health = 200
+        self.port = 0
+        self.vocab = VOCAB
+        self.eos_id = EOS_ID
         for name, value in settings.items():
             setattr(self, name, value)
         self.requests: list[tuple[str, dict]] = []
@@ -49,12 +54,13 @@ class FakeVLLM:
         if self.token_route:
             app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/openapi.json", self._openapi)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
@@ -69,6 +75,9 @@ class FakeVLLM:
 
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
@@ -92,7 +101,7 @@ class FakeVLLM:
         ]
         choice = {
             "index": 0,
-            "finish_reason": finish_reason(ids, params["max_tokens"]),
+            "finish_reason": finish_reason(ids, params["max_tokens"], self.eos_id),
             "stop_reason": None,
             "token_ids": ids,
             "routed_experts": None,
@@ -120,7 +129,7 @@ class FakeVLLM:
             "text": "",
             "token_ids": ids,
             "logprobs": logprobs,
-            "finish_reason": finish_reason(ids, body["max_tokens"]),
+            "finish_reason": finish_reason(ids, body["max_tokens"], self.eos_id),
         }
         return _json({"id": "c", "object": "text_completion", "choices": [choice]})
 
@@ -141,17 +150,17 @@ class FakeVLLM:
     def _tokens(self, seed: int | None, prompt_ids: list[int], params: dict) -> tuple[list[int], list[list[dict]]]:
         rng = random.Random(f"{seed}-{prompt_ids}")
         ids = self.sample(rng, prompt_ids)[: params["max_tokens"]]
-        return ids, [top_entries(rng, token, params["logprobs"]) for token in ids]
+        return ids, [top_entries(rng, token, params["logprobs"], self.vocab) for token in ids]
 
 
 def default_sample(rng: random.Random, _prompt_ids: list[int]) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 5))] + [EOS_ID]
 
 
-def top_entries(rng: random.Random, token: int, k: int) -> list[dict]:
+def top_entries(rng: random.Random, token: int, k: int, vocab: int = VOCAB) -> list[dict]:
     """The engine's dict at one position: the sampled token first, then the k most likely without repeating it."""
-    logprobs = [-0.5 - 0.25 * i for i in range(VOCAB)]
-    order = list(range(VOCAB))
+    logprobs = [-0.5 - 0.25 * i for i in range(vocab)]
+    order = list(range(vocab))
     rng.shuffle(order)  # order[i] has rank i + 1
     rank = order.index(token) + 1
     entries = [{"token_id": token, "logprob": logprobs[rank - 1], "rank": rank}]
@@ -159,8 +168,8 @@ def top_entries(rng: random.Random, token: int, k: int) -> list[dict]:
     return entries
 
 
-def finish_reason(ids: list[int], max_tokens: int) -> str:
-    return "length" if len(ids) >= max_tokens and (not ids or ids[-1] != EOS_ID) else "stop"
+def finish_reason(ids: list[int], max_tokens: int, eos_id: int = EOS_ID) -> str:
+    return "length" if len(ids) >= max_tokens and (not ids or ids[-1] != eos_id) else "stop"
 
 
 def _json(body: dict) -> web.Response:

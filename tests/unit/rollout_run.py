@@ -40,6 +40,14 @@ def config_of(server: FakeVLLM | None = None, **changes: Any) -> SimpleNamespace
         "rollout_worker_timeout": 30.0,
         "train_sampling_strategy": "sequential",
         "seed": 42,
+        "max_tool_calling_iterations": None,
+        "tool_timeout": 10.0,
+        "tool_failure_limit": 0.95,
+        "tool_failure_window": 200,
+        "max_tool_result_chars": 32768,
+        "long_conversation": "stop",
+        "turn_prompts": "render",
+        "reward_timeout": 10.0,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -100,6 +108,9 @@ def loop_run(
     allowance: int = 1_000_000,
     run_settings: dict | None = None,
     resume_state: dict | None = None,
+    tokenizer: Any = None,
+    tools: list | None = None,
+    environment_factory: Any = None,
     **config: Any,
 ) -> LoopRun:
     buffer = SampleBuffer(folder / "buffer")
@@ -110,8 +121,8 @@ def loop_run(
         "policy",
         rows,
         [length_reward] if reward_funcs is None else reward_funcs,
-        FakeTokenizer(),
-        [EOS_ID],
+        tokenizer or FakeTokenizer(),
+        [EOS_ID if tokenizer is None else tokenizer.eos_token_id],
         buffer,
         version,
         tokens,
@@ -119,6 +130,8 @@ def loop_run(
         failed,
         ErrorOutbox(buffer),
         MetricOutbox(),
+        tools=tools,
+        environment_factory=environment_factory,
         run_settings=run_settings,
         resume_state=resume_state,
     )

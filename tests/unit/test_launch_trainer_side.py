@@ -150,42 +150,28 @@ class Evaluations:
 
 
 def heldout_callback(tmp_path, results, **settings) -> HeldoutCallback:
-    cfg = config(evaluation=settings, training={"max_completion_length": 8, "temperature": 0.7})
+    cfg = config(evaluation=settings)
     rows = [{"prompt": [{"role": "user", "content": "2 plus 3?"}]}]
     callback = HeldoutCallback(tmp_path, cfg.evaluation, rows, [], lambda result, step: results.append(result))
-    args = SimpleNamespace(
-        vllm_server_base_url="http://x",
-        vllm_server_timeout=5.0,
-        max_completion_length=8,
-        temperature=0.7,
-        top_p=1.0,
-        top_k=0,
-        min_p=None,
-        score_centering=True,
-        num_sampler_logprobs=8,
-        chat_template_kwargs={"enable_thinking": False},
-    )
     callback.trainer = SimpleNamespace(  # type: ignore[assignment]
-        args=args,
+        args="the run's own config",
         state=state(0),
-        processing_class=None,
         stop_reason=None,
-        pipeline=SimpleNamespace(model_name="policy", worker_arguments={"eos_token_ids": [1]}),
+        pipeline=SimpleNamespace(model_name="policy", rollout_setup=lambda: {"tools": ["t"], "eos_token_ids": [1]}),
     )
     return callback
 
 
-def test_the_evaluation_is_sampled_like_training(tmp_path, monkeypatch):
-    """F183 too: chat_template_kwargs reach the template."""
+def test_the_evaluation_is_generated_like_training(tmp_path, monkeypatch):
+    """The run's own config, and what the rollout worker gets: loop, tokenizer, tools, environments."""
     results: list[dict[str, Any]] = []
     evaluations = Evaluations(monkeypatch)
     callback = heldout_callback(tmp_path, results, seed=5)
     callback.on_train_begin(None, state(0), None)
     callback.on_train_end(None, state(9), None)
     before, after = evaluations.calls
-    assert before["sampling"].temperature == 0.7 and before["sampling"].max_tokens == 8
-    assert before["sampling"].stop_token_ids == (1,)
-    assert before["chat_template_kwargs"] == {"enable_thinking": False}
+    assert before["config"] == "the run's own config" and before["model_name"] == "policy"
+    assert before["tools"] == ["t"] and before["eos_token_ids"] == [1]
     assert before["seed"] == after["seed"] == 5
     assert results == [{"n": 1, "before": 1.0}, {"n": 1, "after": 1.0}]
     assert [r["completion"] for r in read_heldout(tmp_path, "after")] == ["5"]

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from asyncgrpo_core.errors import ConfigError, DataError, RewardError, RolloutError
+from asyncgrpo_core.errors import DataError, RewardError, RolloutError
 from asyncgrpo_core.rollout.context import request_seed
 from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.server.generation import RequestRejectedError
@@ -213,14 +213,14 @@ async def test_the_servers_cache_size_limits_rollouts_in_flight(tmp_path) -> Non
 async def test_failed_groups_are_announced_and_generated_again_when_asked(tmp_path) -> None:
     async with FakeVLLM(fail=lambda n: 500 if n <= 30 else None) as server:
         run = loop_run(server, tmp_path)
-        real = run.loop._connect
+        real = run.loop.connect
 
         async def connect():
             client = await real()
             client.max_retries, client.backoff_s = 1, 0.001
             return client
 
-        run.loop._connect = connect
+        run.loop.connect = connect
         asked: list[Slot] = []
 
         def condition() -> bool:
@@ -455,14 +455,3 @@ def test_constructor_is_the_references_with_keyword_extras() -> None:
     ]  # fmt: skip
     assert parameters["score_queue_maxsize"].default == 16 and parameters["dataset_start_index"].default == 0
     assert all(p.kind is p.KEYWORD_ONLY for n, p in parameters.items() if n not in positional)
-
-
-@pytest.mark.parametrize("argument", ["tools", "environment_factory"])
-async def test_tools_are_refused_clearly(tmp_path, argument) -> None:
-    async with FakeVLLM() as server:
-        run = loop_run(server, tmp_path)
-    kwargs = dict(run.loop.__dict__)
-    names = list(inspect.signature(AsyncRolloutLoop).parameters)[2:13]
-    values = {n: kwargs.get("tokenizer" if n == "processing_class" else n) for n in names}
-    with pytest.raises(ConfigError, match=f"{argument} was passed"):
-        AsyncRolloutLoop(run.loop.config, "policy", **values, **{argument: [print]})

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext
 from asyncgrpo_core.rollout.group_metrics import duplicates, generation_events, reward_events
+from asyncgrpo_core.rollout.one_rollout import FinishedRollout
 from asyncgrpo_core.rollout.outbox import MetricOutbox
 from asyncgrpo_core.rollout.reconcile import reconcile
 from asyncgrpo_core.rollout.scoring import GroupScores
-from asyncgrpo_core.types import Rollout, TurnRecord
+from asyncgrpo_core.types import Rollout, Slot, TurnRecord
 
 EOS = 2
 NAN = float("nan")
@@ -22,10 +26,15 @@ def rollout(*outputs: list[int], prompts: list[list[int]] | None = None) -> Roll
     return Rollout([], [t for o in outputs for t in o], turns)
 
 
+def finished(rollout: Rollout, **more: Any) -> FinishedRollout:
+    context = RolloutContext(Slot(0, 0, 0), 0, 0, FirstPrompt())
+    values = {"duration_s": 2.0, "prompt": [], "context": context, **more}
+    return FinishedRollout(rollout, reconcile(rollout.turns, 0, want_top=False), **values)
+
+
 def generated(rollouts: list[Rollout]) -> dict[str, float]:
     window = MetricWindow()
-    done = [reconcile(r.turns, 0, want_top=False) for r in rollouts]
-    window.extend(generation_events(rollouts, done, [2.0] * len(rollouts), frozenset({EOS})))
+    window.extend(generation_events([finished(r) for r in rollouts], frozenset({EOS})))
     return window.reduce()
 
 

@@ -80,7 +80,7 @@ def test_empty_datasets_and_unknown_orders_are_refused() -> None:
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ("What is 2+2?", "not a list of messages"),
+        ("What is 2+2?", "plain text"),
         ([], "not a list of messages"),
         (["hi"], "not a message"),
         ([{"content": "hi"}], "not a message"),
@@ -91,9 +91,9 @@ def test_empty_datasets_and_unknown_orders_are_refused() -> None:
 def test_prompts_that_are_not_conversational_text_are_refused(prompt, text) -> None:
     """F002, F012."""
     with pytest.raises(DataError, match=f"row 17.*{text}"):
-        check_prompt(prompt, 17)
+        check_prompt(prompt, "row 17")
 
 
 def test_a_conversation_is_accepted() -> None:
-    check_prompt([{"role": "system", "content": ""}, {"role": "user", "content": "hi"}], 0)
-    check_prompt([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], 0)
+    check_prompt([{"role": "system", "content": ""}, {"role": "user", "content": "hi"}], "row 0")
+    check_prompt([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "row 0")

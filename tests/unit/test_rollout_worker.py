@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncgrpo_core.errors import ConfigError, RewardError, RolloutError
+from asyncgrpo_core.errors import RewardError, RolloutError
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.rollout.worker import RolloutWorker
 from tests.unit import worker_parts
@@ -165,11 +165,18 @@ def test_what_cannot_be_pickled_is_named(server, tmp_path) -> None:
     def closure(completions, **_):
         return [threshold] * len(completions)
 
-    for reward, name in ((lambda completions, **_: [0.0], "<lambda>"), (closure, "closure")):
+    for reward, name in ((lambda completions, **_: [0.0], "lambda"), (closure, "closure")):
         worker = worker_of(server, tmp_path, reward)
         with pytest.raises(TypeError, match=f"reward function '{name}'.*module-level"):
             worker.start()
         assert worker.pid is None
+    for more, name in (
+        ({"tools": [lambda x: x]}, "tool '<lambda>'"),
+        ({"environment_factory": lambda: None}, "environment_factory"),
+        ({"environment_factory": {"count": lambda: None}}, r"environment_factory\['count'\]"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}.*module-level"):
+            worker_of(server, tmp_path, **more).start()
     worker = worker_of(server, tmp_path, processing_class=threading.Lock())
     with pytest.raises(TypeError, match="processing_class"):
         worker.start()
@@ -194,11 +201,6 @@ def test_unreachable_server_is_an_error_with_its_url(tmp_path, monkeypatch) -> N
     worker = worker_of(None, tmp_path, loop_cls=worker_parts.ImpatientLoop)
     worker.start()
     assert "http://127.0.0.1:1/openapi.json" in str(error_of(worker))
-
-
-def test_tools_are_refused_before_anything_starts(server, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="tools was passed"):
-        worker_of(server, tmp_path, tools=[print])
 
 
 def test_check_before_start_says_so(server, tmp_path) -> None:

@@ -70,8 +70,8 @@ def test_f192_map_dataset_and_stream():
         ([{"question": "x"}], '"prompt".*question'),
         ([{"prompt": "What is 2+2?"}], "plain text"),
         ([{"prompt": []}], "prompt in row 0"),
-        ([{"prompt": [{"content": "no role"}]}], "role and content"),
-        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "images"),
+        ([{"prompt": [{"content": "no role"}]}], "not a message with a role"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], "Images"),
         ([], "no rows"),
     ],
 )

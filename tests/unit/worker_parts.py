@@ -50,7 +50,7 @@ class BlockingLoop(AsyncRolloutLoop):
 class ImpatientLoop(AsyncRolloutLoop):
     """Gives up on an unreachable server at once."""
 
-    async def _connect(self):
+    async def connect(self):
         from asyncgrpo_core.server import generation
 
         class Client(generation.GenerationClient):
@@ -60,4 +60,4 @@ class ImpatientLoop(AsyncRolloutLoop):
         import asyncgrpo_core.rollout.loop as loop_module
 
         loop_module.GenerationClient = Client
-        return await super()._connect()
+        return await super().connect()
