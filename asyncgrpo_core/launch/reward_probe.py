@@ -7,11 +7,11 @@ import inspect
 import math
 import pickle
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 from asyncgrpo_core.errors import ConfigError, RewardError
 from asyncgrpo_core.rollout.reward_names import reward_name
+from asyncgrpo_core.rollout.scoring import check_rewards
 
 __all__ = ["check_picklable", "probe_reward", "reward_name"]
 
@@ -27,7 +27,7 @@ def probe_reward(function: Callable[..., Any], row: dict[str, Any]) -> list[floa
         row: a dataset row with `prompt`; its other columns are passed as the reference does.
 
     Returns:
-        What the function returned.
+        What the function returned, as floats.
 
     Raises:
         ConfigError: it cannot be sent to the rollout process.
@@ -50,29 +50,11 @@ def probe_reward(function: Callable[..., Any], row: dict[str, Any]) -> list[floa
             f"{DUMMY!r} of the first row.",
             f"It gets the keyword arguments {sorted(kwargs)}; make it return 0.0 for a completion it cannot judge.",
         ) from exc
-    _check_result(name, result)
-    return list(result)
+    return [None if math.isnan(reward) else float(reward) for reward in check_rewards(name, result, NUM_DUMMIES)]
 
 
 async def _await(result: Any) -> Any:
     return await result
-
-
-def _check_result(name: str, result: Any) -> None:
-    fix = f"Return a list with one number (or None) for each of the {NUM_DUMMIES} completions it is given."
-    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
-        raise RewardError(f"The reward function {name!r} returned a {type(result).__name__}: {result!r:.60}.", fix)
-    if len(result) != NUM_DUMMIES:
-        raise RewardError(
-            f"The reward function {name!r} returned {len(result)} rewards for {NUM_DUMMIES} completions.", fix
-        )
-    for value in result:
-        if value is None:
-            continue
-        if not isinstance(value, Real) and not hasattr(value, "__float__"):
-            raise RewardError(f"The reward function {name!r} returned {value!r:.60}, which is no number.", fix)
-        if not math.isfinite(float(value)):
-            raise RewardError(f"The reward function {name!r} returned {float(value)}.", "Return finite numbers.")
 
 
 def check_picklable(thing: Any, what: str) -> None:

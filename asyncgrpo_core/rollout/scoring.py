@@ -66,21 +66,37 @@ def check_rewards(name: str, returned: Any, expected: int) -> np.ndarray:
         returned = returned.tolist()  # a torch tensor
     if not isinstance(returned, (list, tuple)):
         raise RewardError(
-            f"Reward function {name!r} returned {_short(returned)} (a {type(returned).__name__}), not a list.", fix
+            f"Reward function {name!r} returned a {type(returned).__name__} ({_short(returned)}), not a list.", fix
         )
     if len(returned) != expected:
         raise RewardError(f"Reward function {name!r} returned {len(returned)} rewards for {expected} completions.", fix)
+    rewards = np.full(expected, np.nan)
     for index, value in enumerate(returned):
         if value is None:
             continue
-        if not isinstance(value, numbers.Real):
+        number = _number(value)
+        if number is None:
             raise RewardError(
-                f"Reward function {name!r} returned {_short(value)} (a {type(value).__name__}) for completion {index}.",
+                f"Reward function {name!r} returned {_short(value)}, which is no number but a {type(value).__name__}, "
+                f"for completion {index}.",
                 fix,
             )
-        if not math.isfinite(value):
-            raise RewardError(f"Reward function {name!r} returned {value} for completion {index}.", fix)
-    return np.array([np.nan if value is None else float(value) for value in returned], dtype=np.float64)
+        if not math.isfinite(number):
+            raise RewardError(f"Reward function {name!r} returned {number} for completion {index}.", fix)
+        rewards[index] = number
+    return rewards
+
+
+def _number(value: Any) -> float | None:
+    """A number as float: Python's and numpy's, a Decimal, a tensor of one element. None for anything else."""
+    if not isinstance(value, numbers.Real) and not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several elements
+        return None
+    except OverflowError:  # an int beyond float's range
+        return math.inf
 
 
 def total_rewards(sources: Sequence[np.ndarray], num_rollouts: int) -> np.ndarray:

@@ -3,97 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import email.utils
 import pickle
-import sqlite3
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from asyncgrpo_core.errors import ConfigError, RewardError
 from asyncgrpo_core.rewards import JudgeReward
-from asyncgrpo_core.rewards.judge_cache import ReplyCache, cache_key
 from asyncgrpo_core.rewards.judge_http import _retry_after
 from asyncgrpo_core.rollout.scoring import GroupScorer, is_async, reward_names
+from tests.unit.judge_server import ask, judged_by_server
 from tests.unit.test_rollout_scoring import group_of
-
-PROMPTS = [[{"role": "user", "content": "2+2?"}]]
-
-
-def completion(text: str) -> dict:
-    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]}
-
-
-class Server:
-    """Answers request k with `script(k, body)`: a text (a completion's), a Response, or None (cut off)."""
-
-    def __init__(self) -> None:
-        self.script: Callable = lambda k, body: "Score: 1"
-        self.bodies: list[dict] = []
-        self.headers: list = []
-        self.running = self.most = 0
-        self.gate: asyncio.Event | None = None
-        self.reached = asyncio.Event()
-        self.wait_for = 1
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        k = len(self.bodies)
-        self.bodies.append(await request.json())
-        self.headers.append(request.headers)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        if self.running >= self.wait_for:
-            self.reached.set()
-        try:
-            if self.gate is not None:
-                await self.gate.wait()
-            answer = self.script(k, self.bodies[k])
-        finally:
-            self.running -= 1
-        if answer is None:
-            request.transport.close()
-            return web.Response()
-        return answer if isinstance(answer, web.Response) else web.json_response(completion(answer))
-
-
-@contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Server, str]]:
-    server = Server()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", server.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield server, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
 
 
 @pytest.fixture
-async def judged() -> AsyncIterator[tuple[Server, Callable[..., JudgeReward]]]:
-    async with serving() as (server, url):
-
-        def make(**more) -> JudgeReward:
-            defaults = {"base_url": url, "model": "judge-7b", "rubric": "Rate {completion}", "backoff_s": 0.001}
-            return JudgeReward(**{**defaults, **more})
-
-        yield server, make
-
-
-async def ask(judge: JudgeReward, *texts: str, **columns) -> list:
-    n = len(texts)
-    return await judge(
-        prompts=PROMPTS * n,
-        completions=[[{"role": "assistant", "content": text}] for text in texts],
-        completion_ids=[[0]] * n,
-        **{name: [value] * n for name, value in columns.items()},
-    )
+async def judged():
+    async with judged_by_server() as both:
+        yield both
 
 
 async def test_the_rubric_is_filled_once_and_sent(judged, monkeypatch) -> None:
@@ -289,55 +217,6 @@ async def test_requests_at_once_are_bounded_over_all_groups(judged) -> None:
     server.gate.set()
     assert await asyncio.gather(*groups) == [[1.0] * 4] * 3
     assert server.most == 3 and len(server.bodies) == 12
-
-
-async def test_equal_completions_are_judged_once(judged) -> None:
-    server, make = judged
-    judge = make()
-    assert await ask(judge, "a", "b", "a", "a") == [1.0] * 4
-    assert await ask(judge, "b", "c") == [1.0] * 2
-    assert len(server.bodies) == judge.counts["requests"] == 3 and judge.counts["cache_hits"] == 3
-    for change in ({"temperature": 1.0}, {"model": "other"}, {"rubric": "Now rate {completion}"}):
-        await ask(make(**change), "a")
-    assert len(server.bodies) == 6
-
-
-async def test_the_file_cache_outlives_the_process(judged, tmp_path: Path) -> None:
-    server, make = judged
-    path = str(tmp_path / "judge.sqlite")
-    await ask(make(cache_path=path), "a", "b")
-    second = make(cache_path=path)
-    assert await ask(second, "a", "b") == [1.0] * 2
-    assert len(server.bodies) == 2 and second.counts["cache_hits"] == 2
-    assert sqlite3.connect(path).execute("select count(*) from replies").fetchone() == (2,)
-    # replies are kept, not scores: what another pattern cannot read is asked again
-    server.script = lambda k, body: "[[1]]"
-    assert await ask(make(cache_path=path, score_pattern=r"\[\[(\d)\]\]"), "a") == [1.0]
-    assert len(server.bodies) == 3
-    with pytest.raises(ConfigError, match="cache_path"):
-        await ask(make(cache_path=str(tmp_path / "no" / "folder.sqlite")), "a")
-
-
-def test_the_cache_forgets_the_least_recently_used() -> None:
-    cache = ReplyCache(2, None)
-    cache.put("a", "1")
-    cache.put("b", "2")
-    assert cache.get("a") == "1"
-    cache.put("c", "3")
-    assert [cache.get(key) for key in "abc"] == ["1", None, "3"]
-    assert cache_key("ab", "c") != cache_key("a", "bc")
-    none = ReplyCache(0, None)
-    none.put("a", "1")
-    assert none.get("a") is None
-
-
-async def test_a_full_disk_costs_a_warning(tmp_path: Path, caplog) -> None:
-    cache = ReplyCache(10, str(tmp_path / "c.sqlite"))
-    cache.put("a", "1")
-    cache._open().execute("pragma query_only = on")
-    cache.put("b", "2")
-    assert cache.get("b") == "2" and "cannot be written" in caplog.text
-    cache.close()
 
 
 async def test_a_cancelled_group_leaves_no_session(judged) -> None:

@@ -81,20 +81,23 @@ def test_a_pathological_answer_gets_zero_and_the_others_their_reward(caplog) -> 
     assert rewards.accuracy_reward(said(*texts[2:4]), [r"\frac{3}{2}"] * 2) == [1.0, 0.0]  # by the successor
 
 
-def test_a_solution_that_is_not_parsed_in_time_scores_nothing(jobs, caplog, monkeypatch) -> None:
-    """No reward can be right then: None, and the log names the solution."""
-    stuck = verifiers.Outcome("late", None, "it took more than 2 s", stage=None)
-    monkeypatch.setattr("asyncgrpo_core.rewards.accuracy.run_checks", lambda job, pairs, limit: [stuck] * len(pairs))
+def test_a_solution_that_is_not_parsed_in_time_scores_nothing(caplog) -> None:
+    """No reward can be right then: None, and the log names the solution. Depth makes the LaTeX parser explode."""
+    deep = "$" + "(" * 300 + "1" + ")" * 300 + "$"
     with caplog.at_level(logging.WARNING):
-        assert rewards.accuracy_reward(said("x"), [r"\int hard"]) == [None]
-    assert "the solution '\\\\int hard' itself" in caplog.text
+        assert rewards.accuracy_reward(said(r"\boxed{2}"), [deep], timeout_s=0.5) == [None]
+    assert "the solution '$((((" in caplog.text and "itself cannot be parsed (it took more than 0.5 s)" in caplog.text
 
 
 def test_the_solution_is_parsed_before_the_answer(monkeypatch) -> None:
     """What tells the two cases apart: the stage is reported between the two."""
     seen: list = []
     assert math_check.check([r"\boxed{4}", "4"], lambda stage: seen.append((stage, "4"))) == 1.0
-    monkeypatch.setattr(math_check, "_gold", lambda solution: time.sleep(0) or 1 / 0)
+
+    def stuck(solution: str) -> tuple:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(math_check, "_gold", stuck)
     with pytest.raises(ZeroDivisionError):
         math_check.check([r"\boxed{4}", "4"], seen.append)
     assert seen == [("answer", "4")]
@@ -116,7 +119,7 @@ def test_outcomes(jobs: Path) -> None:
     (dead,) = run("dies", 1)
     assert (dead.status, dead.why) == ("died", "its process ended with code -9")
     assert run("echo", 2)[0].value == 2
-    (late,) = run("deaf", 1, timeout_s=0.5)
+    (late,) = run("deaf", 1)
     assert (late.status, late.stage) == ("late", "begun")
     (pid,) = (int(path.name) for path in jobs.iterdir() if path.name.isdigit())
     assert not psutil.pid_exists(pid)
@@ -132,6 +135,17 @@ def test_what_cannot_be_loaded_is_an_error_for_the_user(jobs: Path) -> None:
     (jobs / "jobs_of_test.py").write_text("def load():\n    import not_installed_anywhere\n")
     with pytest.raises(ConfigError, match="not_installed_anywhere"):
         run("echo", 1)
+
+
+def test_a_successor_that_cannot_start_is_the_next_checks_error(jobs: Path, monkeypatch) -> None:
+    """The thread that replaces a dead verifier lives on, or the check after it would wait for ever."""
+    monkeypatch.setattr(rewards.verifier_settings, "processes", 1)
+    assert run("echo", 1)[0].value == 1
+    (jobs / "jobs_of_test.py").write_text("def load():\n    import not_installed_anywhere\n")
+    assert run("dies", 1)[0].status == "died"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="not_installed_anywhere"):
+            run("echo", 1)
 
 
 def test_many_threads_share_a_few_processes(jobs: Path, monkeypatch) -> None:

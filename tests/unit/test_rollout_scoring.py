@@ -8,9 +8,12 @@ import pickle
 import re
 import threading
 import types
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -294,6 +297,9 @@ async def test_a_blocking_reward_does_not_stop_the_event_loop() -> None:
         ([NAN, 1.0], "nan for completion 0"),
         ([1.0, float("inf")], "inf for completion 1"),
         ([1.0, 1j], "a complex"),
+        ([1.0, np.zeros(2)], "a ndarray.*completion 1"),
+        ([10**400, 1.0], "inf for completion 0"),
+        ({1.0, 2.0}, "a set"),
     ],
 )
 def test_what_is_no_reward_is_refused_by_name(returned, text) -> None:
@@ -303,9 +309,26 @@ def test_what_is_no_reward_is_refused_by_name(returned, text) -> None:
     assert "list of 2 finite floats" in str(caught.value)
 
 
-@pytest.mark.parametrize("returned", [[1, None], (True, 0.5), np.array([1.0, 2.0]), [np.float32(1), np.int64(2)]])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 0.5],
+        (True, 0.5),
+        np.array([1.0, 0.5]),
+        [np.float32(1), np.array([0.5])],
+        [Fraction(1), Decimal("0.5")],
+        torch.tensor([1.0, 0.5]),
+        [torch.tensor(1), torch.tensor([0.5])],
+    ],
+)
 def test_what_counts_as_rewards(returned) -> None:
-    assert check_rewards("f", returned, 2).dtype == np.float64
+    checked = check_rewards("f", returned, 2)
+    assert checked.dtype == np.float64 and list(checked) == [1.0, 0.5]
+
+
+def test_a_function_that_the_probe_takes_is_taken_in_the_run() -> None:
+    """The check before the run and the check in the run are the same one."""
+    assert reward_probe.check_rewards is check_rewards
 
 
 async def test_an_exception_keeps_its_traceback() -> None:
