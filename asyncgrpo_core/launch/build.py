@@ -96,7 +96,9 @@ def import_loop(path: str | None) -> type | None:
     return loop
 
 
-def training_args(section: TrainingSection, *, output_dir: Path, server_url: str, **more: Any) -> AsyncGRPOConfig:
+def training_args(
+    section: TrainingSection, *, output_dir: Path, server_url: str | list[str], **more: Any
+) -> AsyncGRPOConfig:
     """The trainer's own config object.
 
     Raises:

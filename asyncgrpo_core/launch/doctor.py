@@ -195,7 +195,8 @@ def _check_model(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) 
 
 def _check_server(exam: Examination, cfg: RunConfig, placement: Placement | None) -> None:
     if cfg.server.url is not None:
-        exam.run("server settings", lambda: _check_running_server(cfg, exam), f"{cfg.server.url} fits this config")
+        for url in cfg.server.urls:
+            exam.run("server settings", partial(_check_running_server, cfg, url, exam), f"{url} fits this config")
         return
     if placement is None:
         return
@@ -211,14 +212,13 @@ def _check_server(exam: Examination, cfg: RunConfig, placement: Placement | None
         exam.run("server.port", lambda: _check_port(cfg.server.host, cfg.server.port), f"{cfg.server.port} is free")
 
 
-def _check_running_server(cfg: RunConfig, exam: Examination) -> None:
+def _check_running_server(cfg: RunConfig, url: str, exam: Examination) -> None:
     from asyncgrpo_core.server.checks import ServerWants, check_server
     from asyncgrpo_core.server.control import VLLMControl
 
-    assert cfg.server.url is not None
     model = cfg.model.served_model_name or resolve_model_path(cfg.model.path)
     training = cfg.training
-    with VLLMControl(cfg.server.url, timeout_s=10.0) as control:
+    with VLLMControl(url, timeout_s=10.0) as control:
         control.wait_until_ready(SERVER_WAIT_S)
         wants = ServerWants(
             served_model_name=model,
@@ -228,7 +228,7 @@ def _check_running_server(cfg: RunConfig, exam: Examination) -> None:
             restricted_sampling=training.top_k > 0 or training.top_p < 1 or bool(training.min_p),
         )
         for warning in check_server(control.capabilities(), wants):
-            exam.warn("server settings", warning)
+            exam.warn("server settings", f"{url}: {warning}" if len(cfg.server.urls) > 1 else warning)
 
 
 def _check_port(host: str, port: int | None) -> None:

@@ -93,7 +93,7 @@ def prepare_run(cfg: RunConfig, flow_run_id: str | None) -> PreparedRun:
         attempt=1 if previous is None else previous.attempt + 1,
         mlflow_run_id=previous.mlflow_run_id if previous is not None else None,
         flow_run_id=flow_run_id,
-        server_url=command.base_url if command is not None else str(resolved.server.url),
+        server_url=command.base_url if command is not None else resolved.server.url or [],
         served_model_name=served_model_name(resolved),
     )
     run = PreparedRun(resolved, run_dir, attempt, placement, command, uri, started=started)

@@ -34,7 +34,7 @@ class Attempt:
         attempt: 1 for the first start, one more with each resume.
         mlflow_run_id: the MLflow run, the same for every attempt; None without a tracker.
         flow_run_id: the Prefect flow run of this attempt; None outside Prefect.
-        server_url: base URL of the vLLM server.
+        server_url: base URL of the vLLM server; a list of those that run already.
         served_model_name: the policy's name at that server.
         resume_from: checkpoint folder to continue from; None starts anew.
     """
@@ -42,7 +42,7 @@ class Attempt:
     attempt: int
     mlflow_run_id: str | None
     flow_run_id: str | None
-    server_url: str
+    server_url: str | list[str]
     served_model_name: str
     resume_from: str | None = None
 

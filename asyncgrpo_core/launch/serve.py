@@ -33,7 +33,7 @@ def serve(cfg: RunConfig) -> int:
     """
     if cfg.server.url is not None:
         raise ConfigError(
-            f"server.url = {cfg.server.url!r} names a server that runs already, so there is none to start.",
+            f"server.url = {cfg.server.url!r} names what runs already, so there is no server to start.",
             "Remove server.url (and training.vllm_server_base_url).",
         )
     if cfg.run_dir is None:

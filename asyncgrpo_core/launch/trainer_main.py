@@ -83,8 +83,9 @@ def run(cfg: RunConfig, run_dir: Path, stop: StopSignal) -> None:
         source.attach(trainer)
         tracking.log_settings(trainer)
         write_progress(run_dir, Progress("waiting for the vLLM server"))
-        with VLLMControl(attempt.server_url) as control:  # here, so that the wait counts as no training time
-            control.wait_until_ready(max(cfg.server.start_timeout_s, cfg.training.vllm_server_timeout))
+        for url in trainer.args.server_urls:  # here, so that the wait counts as no training time
+            with VLLMControl(url) as control:
+                control.wait_until_ready(max(cfg.server.start_timeout_s, cfg.training.vllm_server_timeout))
         write_progress(run_dir, Progress("sending the policy to the server"))
         stop.arm(trainer.request_stop)
         summary = SummaryThread(run_dir, source, every_s=2.0)

@@ -41,7 +41,7 @@ def server_needs(cfg: RunConfig, placement: Placement, port: int) -> ServerNeeds
 
 
 def plan_server(cfg: RunConfig, placement: Placement) -> ServerCommand | None:
-    """The command of the server to start; None when `server.url` names one that runs already.
+    """The command of the server to start; None when `server.url` names one or several that run already.
 
     Raises:
         ConfigError: needs that no vLLM flag can meet.
@@ -62,17 +62,18 @@ def plan_server(cfg: RunConfig, placement: Placement) -> ServerCommand | None:
 class ServerSlot:
     """Holds the server of a run, so that it can be ended whatever happened since it was started."""
 
-    def __init__(self, command: ServerCommand | None, url: str) -> None:
+    def __init__(self, command: ServerCommand | None, url: str | list[str]) -> None:
         self._command = command
         self._running: RunningServer | None = None
-        self.url = url
+        self._urls = [url] if isinstance(url, str) else list(url)
+        self.url = ", ".join(self._urls)  # for messages
 
     @property
     def is_ours(self) -> bool:
         return self._command is not None
 
     def start(self, run_dir: Path, timeout_s: float, on_progress: Callable[[str], None]) -> None:
-        """Start the server, or find the existing one, and return when it is healthy.
+        """Start the server, or find the existing ones, and return when every one is healthy.
 
         `on_progress` is called every few seconds; what it raises ends the start, and the server with it.
 
@@ -80,8 +81,9 @@ class ServerSlot:
             ServerError: it died, the port is taken, or it was not healthy in time.
         """
         if self._command is None:
-            with VLLMControl(self.url, timeout_s=10.0) as control:
-                control.wait_until_ready(timeout_s, on_progress=on_progress)
+            for url in self._urls:
+                with VLLMControl(url, timeout_s=10.0) as control:
+                    control.wait_until_ready(timeout_s, on_progress=on_progress)
             return
         self._running = start_server(self._command, run_dir=run_dir, start_timeout_s=timeout_s, on_progress=on_progress)
 

@@ -94,7 +94,7 @@ class RolloutGate:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self._release()  # the place was given and the task cancelled in the same turn of the loop
-            else:
+            elif waiter in self._waiters:  # a release in the same turn may have passed over it already
                 self._waiters.remove(waiter)
             raise
 

@@ -26,11 +26,12 @@ logger = logging.getLogger("asyncgrpo_core.rollout.worker")
 class SharedValues:
     """Numbers in shared memory, each with one writer and no lock (aligned 8-byte stores are atomic).
 
-    Written by the trainer: version, allowance, stop. By the worker: heartbeat (time.monotonic()), ready, in_flight,
-    generated_tokens.
+    Written by the trainer: version, server_versions (one per server, `LEFT_OUT` for a server that holds no proved
+    policy), allowance, stop. By the worker: heartbeat (time.monotonic()), ready, in_flight, generated_tokens.
     """
 
     version: Any
+    server_versions: Any
     allowance: Any
     stop: Any
     heartbeat: Any
@@ -39,12 +40,13 @@ class SharedValues:
     generated_tokens: Any
 
     @classmethod
-    def create(cls, context: Any, version: int, allowance: int) -> SharedValues:
+    def create(cls, context: Any, version: int, allowance: int, servers: int = 1) -> SharedValues:
         def integer(value: int = 0) -> Any:
             return context.RawValue("q", value)
 
         return cls(
             version=integer(version),
+            server_versions=context.RawArray("q", [version] * servers),
             allowance=integer(allowance),
             stop=integer(),
             heartbeat=context.RawValue("d", 0.0),
@@ -79,6 +81,7 @@ def worker_main(payload: bytes, shared: SharedValues, buffer_dir: str, trainer_p
             in_flight_value=shared.in_flight,
             generated_tokens_value=shared.generated_tokens,
         )
+        loop.server_versions = shared.server_versions
         logger.info(
             "Rollout worker %d of trainer %d: %r at %s, at most %d rollouts at once.",
             os.getpid(),

@@ -8,7 +8,7 @@ The request and reply bodies are in `wire.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import aiohttp
@@ -23,7 +23,7 @@ from asyncgrpo_core.server.wire import (
 )
 from asyncgrpo_core.types import TurnRecord
 
-__all__ = ["GenerationClient", "RequestRejectedError", "SamplingSettings", "ServerFacts"]
+__all__ = ["GenerationClient", "RequestRejectedError", "SamplingSettings", "ServerFacts", "ServerUnavailableError"]
 
 TOKEN_ROUTE = "/inference/v1/generate"
 COMPLETIONS_ROUTE = "/v1/completions"
@@ -38,6 +38,10 @@ class RequestRejectedError(ServerError):
     """The server refused a request that will never succeed (HTTP 4xx): sending it again cannot help."""
 
 
+class ServerUnavailableError(ServerError):
+    """Every attempt at a request failed in a way that may pass: no connection, no answer in time, HTTP 5xx."""
+
+
 @dataclass(frozen=True)
 class ServerFacts:
     """What a server says about itself; None where it does not say (`max_logprobs` needs developer mode)."""
@@ -50,6 +54,24 @@ class ServerFacts:
     @property
     def token_route(self) -> bool:
         return TOKEN_ROUTE in self.routes
+
+    @classmethod
+    def common(cls, several: Sequence[ServerFacts]) -> ServerFacts:
+        """What holds for all of several servers: shared routes and models, the smallest bounds."""
+        first, *others = several
+        lengths = [facts.max_model_len for facts in several if facts.max_model_len is not None]
+        bounds = [facts.max_logprobs for facts in several if facts.max_logprobs is not None]
+        return cls(
+            routes=first.routes.intersection(*(facts.routes for facts in others)),
+            max_model_len=min(lengths) if lengths else None,
+            served_models=tuple(m for m in first.served_models if all(m in facts.served_models for facts in others)),
+            max_logprobs=smallest_max_logprobs(bounds),
+        )
+
+
+def smallest_max_logprobs(bounds: Sequence[int]) -> int | None:
+    """The tightest of several --max-logprobs (-1 is no bound); None of none."""
+    return min(bounds, key=lambda bound: bound if bound >= 0 else float("inf")) if bounds else None
 
 
 class GenerationClient:
@@ -117,6 +139,8 @@ class GenerationClient:
         sampling: SamplingSettings,
         seed: int | None,
         cache_salt: str | None = None,
+        *,
+        retries: int | None = None,
     ) -> TurnRecord:
         """Sample one reply.
 
@@ -126,19 +150,21 @@ class GenerationClient:
             seed: this request's own seed (int64 range), None to let the server draw.
             cache_salt: keys of the prefix cache are kept apart by it; the policy version, so that no request
                 reuses keys and values of older weights.
+            retries: attempts after the first; None: `max_retries`.
 
         Raises:
             RequestRejectedError: HTTP 4xx; the message holds the server's text. Not retried.
-            ServerError: still failing after `max_retries` retries.
+            ServerUnavailableError: still failing after the last retry.
+            ServerError: the reply lacks what was asked for.
         """
         if self.use_token_route:
             body = tokens_body(self.model_name, prompt_ids, sampling, seed, cache_salt, max_logprobs=self.max_logprobs)
-            reply = await self._post(TOKEN_ROUTE, body, parse_tokens_reply, prompt_ids, sampling)
+            reply = await self._post(TOKEN_ROUTE, body, parse_tokens_reply, prompt_ids, sampling, retries)
         else:
             body = completions_body(
                 self.model_name, prompt_ids, sampling, seed, cache_salt, max_logprobs=self.max_logprobs
             )
-            reply = await self._post(COMPLETIONS_ROUTE, body, parse_completions_reply, prompt_ids, sampling)
+            reply = await self._post(COMPLETIONS_ROUTE, body, parse_completions_reply, prompt_ids, sampling, retries)
         return reply
 
     async def facts(self) -> ServerFacts:
@@ -169,6 +195,15 @@ class GenerationClient:
         except (TimeoutError, aiohttp.ClientError, OSError):
             return None
 
+    async def is_healthy(self, timeout_s: float = 10.0) -> bool:
+        """Whether /health answers 200 in time."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._open().get(self.base_url + "/health", timeout=timeout) as reply:
+                return reply.status == 200
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return False
+
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -187,16 +222,19 @@ class GenerationClient:
                     reason = f"HTTP {reply.status}: {(await reply.text())[:500]}"
             except (TimeoutError, aiohttp.ClientError, OSError) as error:
                 reason = _describe(error)
-            await self._wait(attempt, reason)
-        raise ServerError(
+            await self._wait(attempt, self.max_retries, reason)
+        raise ServerUnavailableError(
             f"GET {self.base_url}{route} failed {self.max_retries + 1} times, last with {reason}.",
             "Check that a vLLM server runs at this URL.",
         )
 
-    async def _post(self, route: str, body: bytes, parse, prompt_ids: list[int], sampling: SamplingSettings):
+    async def _post(
+        self, route: str, body: bytes, parse, prompt_ids: list[int], sampling: SamplingSettings, retries: int | None
+    ) -> TurnRecord:
         url = self.base_url + route
         reason = ""
-        for attempt in range(self.max_retries + 1):
+        retries = self.max_retries if retries is None else retries
+        for attempt in range(retries + 1):
             try:
                 async with self._open().post(url, data=body) as reply:
                     payload = await reply.read()
@@ -213,14 +251,14 @@ class GenerationClient:
                     reason = f"HTTP {status}: {payload[:1000].decode('utf-8', 'replace')}"
                     if 400 <= status < 500 and status not in _RETRYABLE:
                         raise self._rejected(route, status, reason)
-            await self._wait(attempt, reason)
-        raise ServerError(
-            f"POST {url} failed {self.max_retries + 1} times, last with {reason}.",
+            await self._wait(attempt, retries, reason)
+        raise ServerUnavailableError(
+            f"POST {url} failed {retries + 1} times, last with {reason}.",
             "Look at the server's log; the server may be down or overloaded.",
         )
 
-    async def _wait(self, attempt: int, reason: str) -> None:
-        if attempt >= self.max_retries:
+    async def _wait(self, attempt: int, retries: int, reason: str) -> None:
+        if attempt >= retries:
             return
         if self.on_retry is not None:
             self.on_retry(reason)

@@ -18,6 +18,7 @@ class LoadSample:
     running, waiting: requests being decoded / accepted but not scheduled, summed over engines.
     preemptions: preempted requests since the server started, summed over engines (a counter).
     kv_cache_tokens: capacity of the KV cache in tokens, summed over engines.
+    generated_tokens: tokens sampled since the server started, summed over engines (a counter).
     """
 
     kv_cache_usage: float | None = None
@@ -25,6 +26,7 @@ class LoadSample:
     waiting: float | None = None
     preemptions: float | None = None
     kv_cache_tokens: int | None = None
+    generated_tokens: float | None = None
 
 
 def parse_metrics(text: str) -> LoadSample:
@@ -49,6 +51,7 @@ def parse_metrics(text: str) -> LoadSample:
         waiting=_total(values, "vllm:num_requests_waiting"),
         preemptions=_total(values, "vllm:num_preemptions_total"),
         kv_cache_tokens=sum(kv_tokens) if kv_tokens else None,
+        generated_tokens=_total(values, "vllm:generation_tokens_total"),
     )
 
 

@@ -34,8 +34,10 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    url: str | None = Field(
-        None, description="Base URL of a server that already runs, e.g. http://host:8000. None starts one."
+    url: str | list[str] | None = Field(
+        None,
+        description="Base URL of a server that already runs, e.g. http://host:8000, or a list of several that serve "
+        "the same policy. None starts one.",
     )
     python: str | None = Field(
         None,
@@ -87,14 +89,18 @@ class ServerConfig(BaseModel):
 
     @field_validator("url")
     @classmethod
-    def _check_url(cls, value: str | None) -> str | None:
+    def _check_url(cls, value: str | list[str] | None) -> str | list[str] | None:
         if value is None:
             return None
-        if not value.startswith(("http://", "https://")):
-            raise ValueError(
-                f"server.url is {value!r}; it has to start with http:// or https://, e.g. http://localhost:8000"
-            )
-        return value.rstrip("/")
+        urls = [_checked_url(url) for url in ([value] if isinstance(value, str) else value)]
+        if not urls or len(set(urls)) != len(urls):
+            raise ValueError(f"server.url is {value!r}; a list has to name at least one server, and none twice")
+        return urls[0] if len(urls) == 1 else urls
+
+    @property
+    def urls(self) -> list[str]:
+        """`url` as a list; empty when the server is started here."""
+        return [] if self.url is None else [self.url] if isinstance(self.url, str) else self.url
 
     @field_validator("extra_args")
     @classmethod
@@ -115,3 +121,9 @@ class ServerConfig(BaseModel):
                 "started here: remove one of the two"
             )
         return self
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"server.url is {url!r}; it has to start with http:// or https://, e.g. http://localhost:8000")
+    return url.rstrip("/")

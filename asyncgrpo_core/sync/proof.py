@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from asyncgrpo_core.errors import ConfigError, WeightSyncError
+from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.sync.backend import Backend, Parameters, SyncControl, TensorEvidence, Transfer
 from asyncgrpo_core.sync.canary import FAILED, PROVED, Evidence, Noise, Verdict, judge
 from asyncgrpo_core.sync.checksums import compare_checksums
+from asyncgrpo_core.sync.reports import DeliveryError
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Prover:
         """Count what could not be proved.
 
         Raises:
-            WeightSyncError: the third time in a row.
+            DeliveryError: the third time in a row.
         """
         if verdict.state in (PROVED, FAILED):
             self._unverified_in_a_row = 0
@@ -87,7 +88,7 @@ class Prover:
         self._unverified_in_a_row += 1
         logger.warning("weight sync %s could not be proved: %s", version, verdict.reason)
         if self._unverified_in_a_row >= MAX_UNVERIFIED_IN_A_ROW:
-            raise WeightSyncError(
+            raise DeliveryError(
                 f"{self._unverified_in_a_row} weight syncs in a row (the last is policy version {version}) could "
                 f"not be proved: {verdict.reason}.",
                 "Run the server with VLLM_SERVER_DEV_MODE=1 so that /weight_checker answers, use float32 on both "

@@ -19,7 +19,7 @@ from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, WeightSyncError
 from asyncgrpo_core.sync.backend import Backend, Parameters, SyncControl, Transfer, dtype_name, select_backend
 from asyncgrpo_core.sync.canary import FAILED, Noise, Verdict, noise_for
 from asyncgrpo_core.sync.proof import Prover
-from asyncgrpo_core.sync.reports import Phases, SyncReport, SyncTotals, build_report, delivery_message
+from asyncgrpo_core.sync.reports import DeliveryError, Phases, SyncReport, SyncTotals, build_report, delivery_message
 
 
 class Publisher:
@@ -33,6 +33,8 @@ class Publisher:
         kv_after_sync: "recompute" resets the caches, running requests go on with recomputed keys and values;
             "keep" leaves them.
         barrier: called while the server is paused and before the tensors travel (several trainer ranks).
+        on_failed: called when a sync failed and before the server is resumed: what it generates from then on may be
+            computed with some of the new weights.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Publisher:
         verify_sync_every: int,
         kv_after_sync: str,
         barrier: Callable[[], None] | None = None,
+        on_failed: Callable[[], None] | None = None,
     ) -> None:
         if verify_sync_every < 1:
             raise ConfigError(f"verify_sync_every is {verify_sync_every}.", "Set it to 1 or more.")
@@ -55,6 +58,7 @@ class Publisher:
         self._verify_every = verify_sync_every
         self._clear_cache = kv_after_sync == "recompute"
         self._barrier = barrier or (lambda: None)
+        self._on_failed = on_failed or (lambda: None)
         self._connected = False
         self._started = False  # the sync at the start of this attempt is done
         self._num_syncs = 0  # since the start of this attempt, its first sync not counted
@@ -69,9 +73,9 @@ class Publisher:
             verify: True or False overrides `verify_sync_every` (not at the first call).
 
         Raises:
-            WeightSyncError: a call failed or timed out (phase and the server's words in the message), the
-                server computes with other weights than were sent (names them), or three proofs in a row
-                said nothing.
+            WeightSyncError: a call failed or timed out (phase and the server's words in the message).
+            DeliveryError: the server computes with other weights than were sent (names them), or three proofs in
+                a row said nothing.
         """
         first = not self._started
         due = first or (self._num_syncs + 1) % self._verify_every == 0
@@ -99,6 +103,11 @@ class Publisher:
         The sync at the start of the attempt is in none of the counts; its difference is in the maximum.
         """
         return self._totals.summary(self.backend.name, previous)
+
+    @property
+    def max_abs_logp_diff(self) -> float:
+        """The largest canary difference that was seen, failed proofs included, in nats."""
+        return self._totals.max_abs_logp_diff
 
     def close(self) -> None:
         """Release the channel and leave no file behind."""
@@ -150,7 +159,7 @@ class Publisher:
             ) from error
         self._totals.saw_difference(verdict.max_abs_diff)
         if verdict.state == FAILED:
-            raise WeightSyncError(*delivery_message(version, self.backend.name, verdict, transfer.evidence))
+            raise DeliveryError(*delivery_message(version, self.backend.name, verdict, transfer.evidence))
         return verdict
 
     def _error(self, version: int, phases: Phases, error: AsyncGRPOError, resume: bool = False) -> WeightSyncError:
@@ -162,6 +171,7 @@ class Publisher:
 
     def _try_resume(self) -> str:
         """Resume after a failure; says in the error when the server stays paused."""
+        self._on_failed()
         try:
             self._control.resume()
         except AsyncGRPOError as error:
@@ -185,6 +195,7 @@ def make_publisher(
     same_gpu: bool = False,
     noise: Noise | None = None,
     barrier: Callable[[], None] | None = None,
+    on_failed: Callable[[], None] | None = None,
     **backend_options: Any,
 ) -> Publisher:
     """Choose the backend from devices and server, and make the publisher of this attempt.
@@ -231,6 +242,7 @@ def make_publisher(
         verify_sync_every=verify_sync_every,
         kv_after_sync=kv_after_sync,
         barrier=barrier,
+        on_failed=on_failed,
     )
 
 

@@ -9,8 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncgrpo_core.errors import WeightSyncError
 from asyncgrpo_core.sync.backend import TensorEvidence, Transfer, name_list
 from asyncgrpo_core.sync.canary import UNVERIFIED, Verdict
+
+
+class DeliveryError(WeightSyncError):
+    """Weights reached a server wrong, or could not be proved three times: a fault that other servers may share."""
 
 
 @dataclass(frozen=True)

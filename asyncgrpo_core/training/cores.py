@@ -22,7 +22,7 @@ def share_cores(args: AsyncGRPOConfig) -> None:
     """
     if args.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return
-    if urlsplit(args.vllm_server_base_url).hostname not in _LOOPBACK:
+    if not any(urlsplit(url).hostname in _LOOPBACK for url in args.server_urls):
         return
     threads = max(1, (os.cpu_count() or 2) // 2)
     if threads < torch.get_num_threads():

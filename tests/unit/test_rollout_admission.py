@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from asyncgrpo_core.rollout.admission import RolloutGate, TokenAdmission
 
 
@@ -116,3 +118,29 @@ async def test_cancelled_waiters_leave_no_trace() -> None:
     third.cancel()  # ... which is cancelled before it runs
     await asyncio.gather(third, return_exceptions=True)
     assert gate.running == 0 and gate.has_room
+
+
+async def test_a_waiter_that_is_cancelled_in_the_turn_of_a_release_is_passed_over() -> None:
+    gate = RolloutGate(1)
+    await gate.__aenter__()
+    cancelled, patient = (asyncio.create_task(gate.__aenter__()) for _ in range(2))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await gate.__aexit__()  # before the cancelled task runs
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await patient
+    assert gate.running == 1 and gate.waiting == 0
+
+
+@pytest.mark.parametrize("allowance", [1, 100])
+def test_the_boundary_of_the_allowance_is_exclusive(allowance) -> None:
+    """F017, F107, F109: a group starts while produced plus expected is *under* the allowance."""
+    admission = TokenAdmission(allowance)
+    admission.group_started()
+    admission.group_generated(allowance)
+    admission.group_ended(allowance)
+    assert not admission.may_start()
+    admission.allowance += 1
+    assert admission.may_start()
+    assert not TokenAdmission(0).may_start()

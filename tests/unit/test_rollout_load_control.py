@@ -78,3 +78,52 @@ def test_it_stays_between_one_and_the_ceiling_and_leaves_one() -> None:
     assert cap.value == 1
     finish(cap, 1)
     assert cap.observe(load(0.1)) == 2
+
+
+def test_lowering_starts_the_count_of_finished_rollouts_anew() -> None:
+    """F112, F113: what finished before a cut does not pay for a raise after it."""
+    cap = started()
+    finish(cap, 100)
+    assert cap.observe(load(0.9)) == 70
+    finish(cap, 69)
+    assert cap.observe(load(0.1)) == 70
+    finish(cap, 1)
+    assert cap.observe(load(0.1)) == 87
+
+
+def test_exactly_60_and_80_percent_leave_the_cap_alone() -> None:
+    """F112, F113: "below 60%" and "above 80%"."""
+    cap = started()
+    finish(cap, 1000)
+    assert cap.observe(load(0.6)) == cap.observe(load(0.8)) == 100
+    assert cap.observe(load(0.5999)) == 125 and cap.observe(load(0.8001)) == 87
+
+
+def test_the_first_reading_only_starts_the_cap() -> None:
+    """F110: a server that is full at the start is not cut below what fits; metrics that come late start it then."""
+    cap = ConcurrencyCap(512, 100)
+    assert cap.observe(None) == 512
+    assert cap.observe(load(0.95)) == 100
+    assert cap.observe(load(0.95)) == 70
+
+
+def test_each_server_counts_its_own_finished_rollouts() -> None:
+    """F112 per server: 100 + 100; 100 rollouts of the second raise the second alone."""
+    cap = ConcurrencyCap(512, 100, servers=2)
+    for server in (0, 1):
+        cap.observe(load(0.1), server)
+    assert cap.value == 200
+    for _ in range(100):
+        cap.rollout_finished(1)
+    cap.observe(load(0.1), 0)
+    assert cap.observe(load(0.1), 1) == 225
+    assert [server.value for server in cap.servers] == [100, 125]
+
+
+def test_the_sum_is_over_servers_in_use_and_bounded() -> None:
+    """F111: a server without /metrics has the whole ceiling, and so has the sum."""
+    cap = ConcurrencyCap(150, 100, servers=2)
+    cap.observe(load(0.1), 0)
+    assert cap.observe(None, 1) == 150
+    assert cap.set_usable([0]) == 100
+    assert cap.set_usable([]) == 150  # nobody answers: not the caps are what holds rollouts back
