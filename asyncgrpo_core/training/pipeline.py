@@ -13,20 +13,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncgrpo_core.errors import AsyncGRPOError, ServerError, WeightSyncError
+from asyncgrpo_core.errors import ServerError, WeightSyncError
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.ledger_counts import CountsReader
 from asyncgrpo_core.metrics import MetricWindow
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.rollout.worker import RolloutWorker
-from asyncgrpo_core.server.checks import ServerWants, check_server
-from asyncgrpo_core.server.control import ServerCapabilities, VLLMControl
 from asyncgrpo_core.slots import SlotBook
-from asyncgrpo_core.sync.publisher import Publisher, SyncReport, make_publisher
+from asyncgrpo_core.sync.fleet import FleetPublisher
+from asyncgrpo_core.sync.reports import SyncReport
 from asyncgrpo_core.training.checkpoint import RolloutState
 from asyncgrpo_core.training.clock import OverlapMeter
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.run_context import Counters, PolicyLink, RunContext, count_one_more, set_aside
+from asyncgrpo_core.training.servers import meet_servers
 from asyncgrpo_core.training.source import SampleSource, Step, TokenAllowance
 from asyncgrpo_core.types import TrainingSample
 
@@ -63,8 +63,7 @@ class Pipeline:
         self._should_stop, self._stop_requested = should_stop, stop_requested
         self.counters = Counters()
         self.policy_version = 0
-        self.control: VLLMControl | None = None
-        self.publisher: Publisher | None = None
+        self.publisher: FleetPublisher | None = None
         self.worker: RolloutWorker | None = None
         self.ledger: LedgerWriter | None = None
         self.source: SampleSource | None = None
@@ -72,9 +71,11 @@ class Pipeline:
         self.buffer = SampleBuffer(run.run_dir / "buffer")
         self.book = SlotBook(num_rows=num_rows, regenerate=args.regenerate_dropped)
         self.token_budget = args.token_budget or 0
+        self.worker_settings: dict[str, Any] = {}  # what the worker need not ask the server again
         self._started_at = time.monotonic()
         self._unsynced_steps = 0
         self._first_sync_is_due = False
+        self._loop_state: Any = None  # of a custom loop, from the checkpoint
         self._counts = CountsReader(run.run_dir / "ledger.sqlite")
         self._stopped = False
 
@@ -89,55 +90,21 @@ class Pipeline:
         """
         self._started_at = time.monotonic()
         self._stopped = False
-        capabilities = self._connect(policy)
+        servers = meet_servers(self.args, self.model_name, policy)
+        self.token_budget = self.args.token_budget or servers.token_budget()
+        self.worker_settings = servers.worker_settings()
         samples = self._open_books(resumed)
-        self.publisher = make_publisher(
-            control=self.control,
-            capabilities=capabilities,
-            backend=self.args.weight_sync_backend,
-            parameters=policy.parameters,
-            score=policy.score,
-            canary_ids=policy.canary_ids,
-            verify_sync_every=self.args.verify_sync_every,
-            kv_after_sync=self.args.kv_after_sync,
-            timeout_s=self.args.vllm_server_timeout,
-            trainer_dtype=policy.dtype,
-            trainer_device=policy.device,
-        )
+        self.publisher = FleetPublisher(servers.sync_servers(), self._server_has)
         report = self.publisher.publish(self.policy_version, verify=True)
         if self._first_sync_is_due:  # the checkpoint's last steps were never sent: this was their sync
             self.counters.sync = count_one_more(self.counters.sync)
         logger.info(
-            "Policy version %d is on the server (largest log-probability difference %.1e).",
+            "Policy version %d is on %s (largest log-probability difference %.1e).",
             self.policy_version,
+            ", ".join(self.args.server_urls),
             report.max_abs_logp_diff,
         )
-        self._start_worker(samples, capabilities)
-
-    def _connect(self, policy: PolicyLink) -> ServerCapabilities:
-        args = self.args
-        self.control = VLLMControl(args.vllm_server_base_url, timeout_s=args.vllm_server_timeout)
-        self.control.wait_until_ready(args.vllm_server_timeout)
-        capabilities = self.control.capabilities()
-        wants = ServerWants(
-            served_model_name=self.model_name,
-            num_sampler_logprobs=args.num_sampler_logprobs if args.score_centering else 1,
-            needed_len=args.max_completion_length + 1,
-            dtype=policy.dtype,
-            restricted_sampling=args.top_k > 0 or args.top_p < 1 or bool(args.min_p),
-            weight_transfer_backend=args.weight_sync_backend
-            or capabilities.weight_transfer_backend
-            or ("shm" if capabilities.device_type == "cpu" else "nccl"),
-        )
-        for warning in check_server(capabilities, wants):
-            logger.warning("%s", warning)
-        if args.token_budget is None:
-            self.token_budget = capabilities.max_model_len or 0
-            if not self.token_budget:
-                raise AsyncGRPOError(
-                    f"The server at {args.vllm_server_base_url} does not report max_model_len.", "Set token_budget."
-                )
-        return capabilities
+        self._start_worker(samples)
 
     def _open_books(self, resumed: tuple[RolloutState, list[TrainingSample], Path] | None) -> list[TrainingSample]:
         self.buffer.clear()
@@ -150,6 +117,7 @@ class Pipeline:
             return []
         state, samples, folder = resumed
         self._first_sync_is_due = state.unsynced_steps > 0
+        self._loop_state = state.loop_state
         self.policy_version = state.policy_version + self._first_sync_is_due
         self.counters = Counters(**state.counters)
         self.book.load_state_dict(state.slots)
@@ -163,7 +131,12 @@ class Pipeline:
         self.book.continue_after(self.ledger.last_seq)
         return samples
 
-    def _start_worker(self, samples: list[TrainingSample], capabilities: ServerCapabilities) -> None:
+    def _server_has(self, index: int, version: int) -> None:
+        """A server holds a policy version now, or was left out by a sync."""
+        if self.worker is not None:
+            self.worker.set_server_version(index, version)
+
+    def _start_worker(self, samples: list[TrainingSample]) -> None:
         args = self.args
         allowance = TokenAllowance(
             max_staleness=args.max_staleness, step_tokens=args.gradient_accumulation_steps * self.token_budget
@@ -174,17 +147,12 @@ class Pipeline:
             buffer=self.buffer,
             resume_state=self.book.worker_resume_state(
                 {sample.slot for sample in samples}, buffered_samples={sample.sample_id for sample in samples}
-            ),
+            )
+            | {"loop_state": self._loop_state},
             initial_allowance=allowance.value,
             initial_version=self.policy_version,
             log_path=self.run.run_dir / "logs" / "rollout.log",
-            run_settings={
-                "use_token_route": capabilities.token_in_token_out,
-                "max_model_len": capabilities.max_model_len,
-                "max_logprobs": capabilities.max_logprobs,
-                # A CPU engine dies of a seeded request as soon as a prefill is split over two engine steps.
-                "send_seed": not (capabilities.device_type == "cpu" and capabilities.chunked_prefill_possible),
-            },
+            run_settings=self.worker_settings,
             **self.worker_arguments,
         )
         assert self.ledger is not None
@@ -200,6 +168,7 @@ class Pipeline:
             version=lambda: self.policy_version,
             should_stop=self._should_stop,
         )
+        self.source.loop_state = self._loop_state
         self.source.preload(samples)
         self.ledger.write(self.book.drain_rows())
         for slot, generation in self.book.pending_regenerations():
@@ -241,7 +210,7 @@ class Pipeline:
             logger.warning("The last weights were not sent, because the run is stopping: %s", error)
 
     def sync(self) -> SyncReport:
-        """Send the current weights as the next policy version."""
+        """Send the current weights to every server as the next policy version."""
         assert self.publisher is not None and self.worker is not None
         report = self.publisher.publish(self.policy_version + 1)
         self.policy_version += 1
@@ -250,6 +219,8 @@ class Pipeline:
         for name in ("pause", "barrier", "transfer"):
             self.window.add(f"perf/weight_sync_{name}_s", getattr(report, f"{name}_s"))
         self.window.add("perf/weight_sync_s", report.total_s)
+        if len(self.publisher.versions) > 1:
+            self.window.add("sync/servers_left_out_count", len(self.publisher.left_out))
         if report.max_abs_logp_diff is not None:  # beyond the reference: how far the server's canary was off
             self.window.add("sync/canary_logp_difference/max", report.max_abs_logp_diff)
             self.window.add("sync/verify_s", report.verify_s)
@@ -301,6 +272,11 @@ class Pipeline:
             now.sync = self.publisher.stats(base.sync)
         return now
 
+    def rollout_setup(self) -> dict[str, Any]:
+        """How the rollout worker generates, for the held-out evaluation: keyword arguments of `evaluate_heldout`."""
+        names = ("loop_cls", "processing_class", "eos_token_ids", "tools", "environment_factory")
+        return {name: self.worker_arguments[name] for name in names} | {"run_settings": self.worker_settings}
+
     def ledger_counts(self) -> dict[str, Any] | None:
         """The `ledger` block of run_summary.json; at most a moment old, exact once the pipeline has stopped."""
         return None if self.ledger is None else self._counts.read(fresh=self._stopped)
@@ -312,6 +288,7 @@ class Pipeline:
             slots=self.book.state_dict(),
             counters=vars(self.current_counters()),
             unsynced_steps=self._unsynced_steps,
+            loop_state=self.source.loop_state if self.source is not None else self._loop_state,
         )
 
     def buffered_samples(self) -> list[TrainingSample]:
