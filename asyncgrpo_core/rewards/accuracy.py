@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.rewards.text import completion_text
-from asyncgrpo_core.rewards.verifiers import Outcome, run_checks
+from asyncgrpo_core.rewards.verifiers import Outcome, run_checks, verifier_counts
 
 logger = logging.getLogger(__name__)
 
@@ -127,3 +127,7 @@ def _short(text: str, end: bool = False) -> str:
     if len(text) <= 100:
         return repr(text)
     return "..." + repr(text[-100:]) if end else repr(text[:100]) + "..."
+
+
+# read once per second by the rollout loop, which logs what is new
+accuracy_reward.counts = reasoning_accuracy_reward.counts = verifier_counts  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncgrpo_core.errors import ConfigError, RewardError
 from asyncgrpo_core.rewards.text import completion_text
-from asyncgrpo_core.rewards.verifiers import run_checks
+from asyncgrpo_core.rewards.verifiers import run_checks, verifier_counts
 
 logger = logging.getLogger(__name__)
 
@@ -198,3 +198,6 @@ def _decode(value: Any) -> Any:
             return {_decode(key): _decode(item) for key, item in value[_ITEMS]}
         return {key: _decode(item) for key, item in value.items()}
     return value
+
+
+reasoning_gym_reward.counts = verifier_counts  # type: ignore[attr-defined]  # logged by the rollout loop

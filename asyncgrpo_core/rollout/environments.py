@@ -54,10 +54,10 @@ class EnvironmentPool:
 
     def __init__(self, factory: Factory | dict[str, Factory], threads: CallThreads, timeout_s: float) -> None:
         self._routed = isinstance(factory, dict)
-        self._factories: dict[str | None, Factory] = {**factory} if isinstance(factory, dict) else {None: factory}
+        self._factories: dict[Any, Factory] = dict(factory) if isinstance(factory, dict) else {None: factory}
         self._threads = threads
         self._timeout_s = timeout_s
-        self._idle: dict[str | None, list[Any]] = {name: [] for name in self._factories}
+        self._idle: dict[Any, list[Any]] = {name: [] for name in self._factories}
         self._watch = FailureWatch(_FAILURE_LIMIT, _FAILURE_WINDOW)
         self.created = 0
 

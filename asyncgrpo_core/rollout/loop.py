@@ -225,6 +225,13 @@ class AsyncRolloutLoop:
 
     # for hooks
 
+    @property
+    def environment_classes(self) -> list[type]:
+        """The factories of environments that are classes, in order: their names are known before the first rollout."""
+        factories = self.environment_factory
+        every = factories.values() if isinstance(factories, dict) else [factories]
+        return [factory for factory in every if isinstance(factory, type)]
+
     def rollout_row(self) -> dict[str, Any]:
         """The dataset row of the rollout that is running (empty when an environment owns the data)."""
         return current_rollout.get().row

@@ -30,6 +30,7 @@ from asyncgrpo_core.rollout.load_control import ConcurrencyCap
 from asyncgrpo_core.rollout.one_rollout import FinishedRollout, run_rollout
 from asyncgrpo_core.rollout.picker import Picked, PromptPicker
 from asyncgrpo_core.rollout.prompts import open_prompts
+from asyncgrpo_core.rollout.reward_counts import RewardCounts
 from asyncgrpo_core.rollout.scoring import GroupScorer, RewardTimeoutError
 from asyncgrpo_core.rollout.tools import FailureWatch
 from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError
@@ -86,7 +87,10 @@ class GroupPipeline:
         self._admission = TokenAdmission(loop.token_allowance.value)
         self._cap = ConcurrencyCap(config.max_concurrent_rollouts, loop.max_model_len)
         self._gate = RolloutGate(config.max_concurrent_rollouts)
-        self._scorer = GroupScorer(loop.reward_funcs, timeout_s=config.reward_timeout)
+        self._scorer = GroupScorer(
+            loop.reward_funcs, timeout_s=config.reward_timeout, environments=loop.environment_classes
+        )
+        self._reward_counts = RewardCounts(loop.reward_funcs)
         self._reward_watch = FailureWatch(_REWARD_TIMEOUT_LIMIT, _REWARD_TIMEOUT_WINDOW)
         self._score_queue: asyncio.Queue[FinishedGroup] = asyncio.Queue(loop.score_queue_maxsize)
         self._dispatched: list[tuple[Slot, int]] = []
@@ -108,7 +112,7 @@ class GroupPipeline:
                 "rollout/concurrency_cap": lambda: self._cap.value,
                 "rollout/score_queue_size": self._score_queue.qsize,
             },
-            self._report_if_quiet,
+            self._after_report,
         )
 
     async def run(self) -> None:
@@ -300,8 +304,9 @@ class GroupPipeline:
             self._loop.heartbeat_value.value = time.monotonic()
             await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
-    def _report_if_quiet(self) -> None:
+    def _after_report(self) -> None:
         """Metrics and announcements must not wait for a group that takes minutes."""
+        self._loop.metrics_queue.extend(self._reward_counts.events())
         if time.monotonic() - self._last_put >= REPORT_EVERY_S:
             self._put(GroupRecord(outcome="report"))
 

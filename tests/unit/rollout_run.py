@@ -111,6 +111,7 @@ def loop_run(
     tokenizer: Any = None,
     tools: list | None = None,
     environment_factory: Any = None,
+    score_queue_maxsize: int = 16,
     **config: Any,
 ) -> LoopRun:
     buffer = SampleBuffer(folder / "buffer")
@@ -132,6 +133,7 @@ def loop_run(
         MetricOutbox(),
         tools=tools,
         environment_factory=environment_factory,
+        score_queue_maxsize=score_queue_maxsize,
         run_settings=run_settings,
         resume_state=resume_state,
     )
