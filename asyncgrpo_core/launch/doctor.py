@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncgrpo_core.errors import AsyncGRPOError
+from asyncgrpo_core.errors import AsyncGRPOError, ConfigError
 from asyncgrpo_core.launch.config import RunConfig
 from asyncgrpo_core.launch.embedded import check_prefect_reachable, configured_api_url
 from asyncgrpo_core.launch.imports import resolve_model_path
@@ -143,13 +143,21 @@ def _check_code(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) -
         if function is not None:
             text = partial("{} gave {}".format, reward_name(function))
             exam.run(f"{key} called once", partial(probe_reward, function, rows[0] if rows else {}), text)
+    tools = []
     for index, path in enumerate(cfg.tools):
         key = f"tools.{index}"
         tool = exam.run(f"{key} import", partial(import_callable, path, key), path)
         if tool is not None:
+            tools.append(tool)
             exam.run(f"{key} pickle", partial(check_picklable, tool, "the tool"), "can be sent to the rollout process")
+    if tools or cfg.environment is not None:
+        from asyncgrpo_core.launch.agent_checks import describe_environments, describe_tools
+    if tools:
+        exam.run("tools", lambda: describe_tools(tools), str)
     if cfg.environment is not None:
-        exam.run("environment", lambda: import_environment(cfg.environment), str(cfg.environment))
+        made = exam.run("environment", lambda: import_environment(cfg.environment), str(cfg.environment))
+        if made is not None:
+            exam.run("environments", lambda: describe_environments(made, tools, cfg.training.tool_timeout), str)
     if cfg.loop is not None:
         exam.run("loop", lambda: import_loop(cfg.loop), cfg.loop)
 
@@ -171,7 +179,11 @@ def _check_model(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) 
     tokenizer = exam.run(
         "tokenizer", lambda: load_processing_class(path, settings), lambda t: f"{len(t)} tokens, pad {t.pad_token!r}"
     )
-    if tokenizer is None or not rows or "prompt" not in rows[0]:
+    if tokenizer is None:
+        return
+    if cfg.tools or cfg.environment is not None:
+        _check_turns(exam, cfg, tokenizer)
+    if not rows or "prompt" not in rows[0]:
         return
     ids = exam.run(
         "chat template",
@@ -191,6 +203,22 @@ def _check_model(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) 
             f"{len(ids)} prompt tokens + max_completion_length {cfg.training.max_completion_length} > "
             f"server.max_model_len {limit}: raise server.max_model_len or lower max_completion_length",
         )
+
+
+def _check_turns(exam: Examination, cfg: RunConfig, tokenizer: Any) -> None:
+    """Whether later turns go on from the tokens before, with the chat template that the run will use."""
+    from asyncgrpo_core.launch.agent_checks import try_template
+    from asyncgrpo_core.launch.build import import_callable
+
+    try:
+        tools = [import_callable(path, f"tools.{i}") for i, path in enumerate(cfg.tools)]
+    except ConfigError:
+        return  # said already
+    settings = (cfg.training.chat_template_kwargs, cfg.training.turn_prompts)
+    report = exam.run("turns", lambda: try_template(tokenizer, tools, *settings), lambda r: r.text)
+    if report is not None and not (report.keeps_prefix and report.shows_tools):
+        exam.findings.pop()
+        exam.warn("turns", report.text)
 
 
 def _check_server(exam: Examination, cfg: RunConfig, placement: Placement | None) -> None:

@@ -188,9 +188,19 @@ def public_methods(instance: Any) -> list[Callable[..., Any]]:
     Only what Python code defines with `def`: no property is run, and an environment derived from dict does not offer
     dict's own methods to the model.
     """
-    names = [name for name in dir(type(instance)) if not name.startswith("_") and name not in _RESERVED]
+    return [getattr(instance, name) for name in _method_names(type(instance))]
+
+
+def offers_tools(factory: Any) -> bool:
+    """Whether any environment of `factory` (or of a dict of such) has tools; a factory that is no class may have."""
+    every = factory.values() if isinstance(factory, dict) else [factory]
+    return any(not isinstance(one, type) or bool(_method_names(one)) for one in every)
+
+
+def _method_names(cls: type) -> list[str]:
     kinds = (types.FunctionType, staticmethod, classmethod)
-    return [getattr(instance, name) for name in names if isinstance(inspect.getattr_static(instance, name), kinds)]
+    names = [name for name in dir(cls) if not name.startswith("_") and name not in _RESERVED]
+    return [name for name in names if isinstance(inspect.getattr_static(cls, name), kinds)]
 
 
 def reset_arguments(reset: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from asyncgrpo_core.rollout.advantages import standardised_advantages
 from asyncgrpo_core.rollout.chat.forks import fork_report
 from asyncgrpo_core.rollout.chat.format import ChatFormat
 from asyncgrpo_core.rollout.context import current_rollout, request_seed
-from asyncgrpo_core.rollout.environments import EnvironmentPool
+from asyncgrpo_core.rollout.environments import EnvironmentPool, offers_tools
 from asyncgrpo_core.rollout.one_rollout import check_reward_sources
 from asyncgrpo_core.rollout.pipeline import GroupPipeline
 from asyncgrpo_core.rollout.sampling import fitted, sampling_settings
@@ -126,7 +126,7 @@ class AsyncRolloutLoop:
         self.sampling = sampling_settings(config, self.eos_token_ids)
         self.max_model_len: int | None = self.run_settings.get("max_model_len")
         self.client: GenerationClient | None = None
-        self.tools_on = bool(self.tools) or environment_factory is not None
+        self.tools_on = bool(self.tools) or (environment_factory is not None and offers_tools(environment_factory))
         check_tools(self.tools)
         self.chat = ChatFormat(
             processing_class,

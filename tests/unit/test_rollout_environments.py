@@ -11,6 +11,7 @@ from asyncgrpo_core.errors import ConfigError, DataError
 from asyncgrpo_core.rollout.environments import (
     EnvironmentFailedError,
     EnvironmentPool,
+    offers_tools,
     opening_messages,
     public_methods,
     reset_arguments,
@@ -56,6 +57,11 @@ def test_f175_public_methods_are_tools_and_nothing_else() -> None:
     assert [m.__name__ for m in public_methods(Odd())] == ["roll"]
     assert [m.__name__ for m in public_methods(CounterEnv())] == ["increment"]
     assert [m.__name__ for m in public_methods(GameEnv())] == ["move"]
+
+
+def test_only_environments_with_methods_offer_tools() -> None:
+    assert not offers_tools(Silent) and offers_tools(CounterEnv) and offers_tools({"a": Silent, "b": GameEnv})
+    assert offers_tools(lambda: Silent())  # what it makes is not known before it is called
 
 
 def test_f177_columns_reach_reset_and_the_routing_column_does_not() -> None:
