@@ -82,6 +82,7 @@ def test_cuda_command_snapshot():
     ],
 )
 def test_api_server_count_rule(device, cpus, count):
+    """F097."""
     assert api_server_count(ServerConfig(), needs(device=device, cpu_count=cpus)) == count
 
 

@@ -1,6 +1,6 @@
 """From buffer to rows: staleness, oversize, stop, starvation, token allowance.
 
-Rows F017, F019, F021, F027, F081, F088, F107, F108.
+Rows F017, F019, F021, F027, F081, F088, F107, F108, F120.
 """
 
 from __future__ import annotations
@@ -78,6 +78,29 @@ def rig(tmp_path):
 
 def ids(step):
     return [[s.sample_id for s in row] for microbatch in step for row in microbatch.rows]
+
+
+def test_long_rollouts_that_arrive_late_are_trained_before_newer_ones(rig):
+    """Oldest policy first: group 5, started under version 0, arrives after groups of version 1 and 2."""
+    r = rig(token_budget=10)
+    r.put(make_record(7, version=2), make_record(6, version=1), make_record(8, version=2))
+    r.source.drain()
+    r.put(make_record(5, version=0), make_record(4, version=1))
+    order = [ids(r.source.next_step(1))[0][0] for _ in range(4)]
+    assert order == ["s0-5-0-0", "s0-4-0-0", "s0-6-0-0", "s0-7-0-0"]
+
+
+def test_f120_saturation_metrics_stay_when_the_samples_go_stale(rig):
+    """They are recorded when a group is scored, whatever becomes of its samples."""
+    r = rig(token_budget=10, max_staleness=0)
+    r.version = 1
+    stale = make_record(0, version=0)
+    stale.metrics = [("reward", "mean", 3.0, 4.0), ("frac_reward_zero_std", "mean", 0.0, 1.0)]
+    r.put(stale, make_record(1, version=1), make_record(2, version=1))
+    r.source.next_step(1)
+    values = r.window.reduce()
+    assert values["sample/dropped_stale_count"] == 2
+    assert values["reward"] == 0.75 and values["frac_reward_zero_std"] == 0.0
 
 
 def test_rows_fill_up_to_the_token_budget_in_arrival_order(rig):
