@@ -58,6 +58,47 @@ def test_f173_other_reasons() -> None:
     assert "the end of a reply is rendered differently" in reasons(_with_own_template("qwen2.5", ending))
 
 
+def test_a_template_that_leaves_calls_out_is_replaced() -> None:
+    """DeepSeek-V3's own shows a call only when there is no content at all: the result would answer nothing."""
+    template = CHAT_TEMPLATES["deepseek-v3"].replace("{%- if message.tool_calls -%}", "{%- if false -%}")
+    own = _with_own_template("deepseek-v3", template)
+    assert "tool calls are rendered otherwise than the model writes them" in fork_report(own, TOOLS).text
+    chat = ChatFormat(with_template("deepseek-v3", template), tools_on=True)
+    assert chat.continues and fork_report(chat, TOOLS).keeps_prefix
+
+
+def test_a_template_that_does_not_show_the_tools_is_reported() -> None:
+    assert fork_report(ChatFormat(tokenizer_of("qwen3"), tools_on=True), TOOLS).shows_tools
+    report = fork_report(ChatFormat(tokenizer_of("deepseek-v3.1"), tools_on=True), TOOLS)
+    assert not report.shows_tools and "describe them in a system message" in report.text
+
+
+def test_an_unknown_family_is_tried_with_the_replies_that_its_own_template_writes() -> None:
+    tokenizer = with_template(
+        "qwen3",
+        "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ (m.content | trim) -}}"
+        "{%- for c in m.tool_calls or [] -%}{{- '[CALL]' ~ (c.function | tojson) ~ '[/CALL]' -}}{%- endfor -%}"
+        "{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}",
+    )
+    call = {"open": "[CALL]", "close": "[/CALL]", "repeats": True, "content": "json"}
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {**call, "transform": {"type": "function", "function": "{content}"}},
+            "content": {"content": "text"},
+        },
+    }
+    report = fork_report(ChatFormat(tokenizer, tools_on=True), TOOLS)
+    forks = {t.conversation: t.reason for t in report.transitions if not t.keeps_prefix}
+    assert forks == {
+        "white space around replies": "white space of replies is changed",
+        "JSON without spaces": "tool arguments are re-serialised",
+    }
+    assert {t.conversation for t in report.transitions} >= {"two calls", "calls in a row"}
+
+
 def test_append_does_not_fork_where_rendering_does() -> None:
     chat = _with_own_template("qwen3")
     chat.turn_prompts = "append"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import random
 from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncgrpo_core.rollout.chat import ChatFormat, ParsedReply
 from asyncgrpo_core.rollout.chat.families import FAMILIES
@@ -279,56 +276,3 @@ def test_the_tokenizers_own_response_template_is_used_when_it_has_one() -> None:
     ours.response_template = tokenizer.response_template
     own = ChatFormat(ours, tools_on=True)
     assert called(own.parse(prompt, own.encode(f"[CALL]{call}[/CALL]<|im_end|>"), TOOLS)) == [FIRST]
-
-
-_SCRAPS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_end|>", "<|python_tag|>", '{"name": "search"',
-     '"arguments": {', '"parameters": {}', "}", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
-     "<｜tool▁call▁end｜>", "```json", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\n", "search\n{",
-     "\\ud83d", "<|user|>"]
-)  # fmt: skip
-
-
-@given(
-    family=st.sampled_from(list(CHAT_TEMPLATES)),
-    pieces=st.lists(st.one_of(_SCRAPS, st.text(max_size=8)), max_size=16),
-    end=st.booleans(),
-)
-@settings(max_examples=300, deadline=None)
-def test_no_text_makes_parse_raise(family: str, pieces: list[str], end: bool) -> None:
-    _check_any(family, "".join(pieces), end)
-
-
-@given(family=st.sampled_from(list(CHAT_TEMPLATES)), seed=st.integers(0, 2**32), end=st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_no_mutation_of_a_valid_reply_makes_parse_raise(family: str, seed: int, end: bool) -> None:
-    rng = random.Random(seed)
-    known = FAMILIES[family]
-    text = known.write("Text", "why" if known.thinks else "", [FIRST] if known.one_call else [FIRST, SECOND])
-    for _ in range(rng.randrange(1, 5)):
-        at, size = rng.randrange(len(text) + 1), rng.randrange(6)
-        text = text[:at] + rng.choice(["", "{", '"', "\n", "<", "é", text[:at], "null"]) + text[at + size :]
-    _check_any(family, text, end)
-
-
-def _check_any(family: str, text: str, end: bool) -> None:
-    chat = chat_of(family)
-    ids = chat.encode(text)
-    reply = parse(family, text, end=end)
-    if end or not ids or ids[-1] not in chat._end_ids:
-        assert reply.message["raw"] == chat.decode(ids)
-    assert reply.message["role"] == "assistant" and isinstance(reply.message["content"], str)
-    good = [(c["function"]["name"], c["function"]["arguments"]) for c in reply.message.get("tool_calls", [])]
-    assert good == [(c.name, c.arguments) for c in reply.calls if c.error is None]
-    json.dumps(reply.message, ensure_ascii=False).encode()  # can be logged and tokenised
-    for call in reply.calls:
-        (call.error or "").encode()
-        assert call.error is not None or call.name
-
-
-@given(ids=st.lists(st.integers(0, 430), max_size=40), family=st.sampled_from(list(CHAT_TEMPLATES)))
-@settings(max_examples=100, deadline=None)
-def test_no_tokens_make_parse_raise(ids: list[int], family: str) -> None:
-    chat = chat_of(family)
-    size = len(chat.tokenizer)
-    chat.parse(list(prompt_of(family)), [i % size for i in ids], TOOLS)

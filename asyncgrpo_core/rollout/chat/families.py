@@ -106,7 +106,10 @@ def _name_line(calls: Calls) -> str:
 
 
 def _response(anchor: str | list[str], call: dict[str, Any], thinks: bool, skip: str | None = None) -> dict[str, Any]:
-    """A response template: text around calls is joined, not overwritten; `skip` is a pattern left out of the text."""
+    """A response template: text around calls is joined, not overwritten; `skip` is a pattern left out of the text.
+
+    Patterns must stay linear in the text: a policy in training does write 10,000 blanks or 500 opening tags.
+    """
     content: dict[str, Any] = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
     if skip is not None:
         content["close_pattern"] = skip
@@ -173,7 +176,7 @@ FAMILIES: dict[str, Family] = {
                 ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"],
                 {
                     "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<name>[^\n<]*)\n```json\s*)?",
-                    "close_pattern": r"\s*(?:```)?<｜tool▁call▁end｜>",
+                    "close_pattern": r"(?:```)?<｜tool▁call▁end｜>",
                     "content": "json",
                     "transform": _call("{content}"),
                 },
@@ -216,7 +219,7 @@ FAMILIES: dict[str, Family] = {
                     "close": "</tool_call>",
                     "content": "xml-inline",
                     "content_args": {
-                        "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+                        "tag_pattern": r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
                     },
                     "transform": _call("{content}"),
                 },

@@ -41,10 +41,15 @@ class Transition:
 
 @dataclass(frozen=True)
 class ForkReport:
-    """What the trial found. `template` says in words which template renders the conversations."""
+    """What the trial found.
+
+    `template` says in words which template renders the conversations. `shows_tools`: the tools' names are in the
+    first prompt.
+    """
 
     template: str
     transitions: tuple[Transition, ...]
+    shows_tools: bool = True
 
     @property
     def keeps_prefix(self) -> bool:
@@ -53,6 +58,14 @@ class ForkReport:
     @property
     def text(self) -> str:
         """One paragraph for the log."""
+        unseen = (
+            ""
+            if self.shows_tools
+            else (" The template does not show the tools to the model: describe them in a system message.")
+        )
+        return self._forks_text() + unseen
+
+    def _forks_text(self) -> str:
         if not self.transitions:
             return f"{self.template}: no trial conversation could be played, so nothing is known about forks."
         forks = [transition for transition in self.transitions if not transition.keeps_prefix]
@@ -75,7 +88,7 @@ class ForkReport:
 
 _SCRIPTS: dict[str, tuple[Reply | str, ...]] = {
     "plain": (USER, Reply("Hello."), USER, Reply("Bye."), USER),
-    "white space around replies": (USER, Reply(" \nHello. \n"), USER),
+    "white space around replies": (USER, Reply(" Hello. \n"), USER),
     "with a system message": (SYSTEM, USER, Reply("Hello."), USER, Reply("Bye."), USER),
     "reasoning": (USER, Reply("Two.", "One and one."), USER, Reply("Four.", "Two and two."), USER),
     "one call": (USER, Reply(calls=(0,)), TOOL, Reply("Sunny."), USER),
@@ -107,12 +120,18 @@ def fork_report(chat: ChatFormat, tools: list[dict[str, Any]] | None = None) -> 
         template = f"The training template of the {chat.family} family"
     if not chat.tools_on:
         return ForkReport(template, ())
-    return ForkReport(template, tuple(_play_all(chat, tools or SAMPLE_TOOLS, by_render=False)))
+    tools = tools or SAMPLE_TOOLS
+    first = chat.render_text([sample_message(USER, 0)], tools)
+    shown = all(name in first for name in tool_names(tools))
+    return ForkReport(template, tuple(_play_all(chat, tools, by_text=False)), shown)
 
 
-def rendered_keeps_prefix(chat: ChatFormat) -> bool:
-    """Whether whole-conversation rendering never forks in the trial, with the template that `chat` has now."""
-    return all(transition.keeps_prefix for transition in _play_all(chat, SAMPLE_TOOLS, by_render=True))
+def rendered_forks(chat: ChatFormat) -> int:
+    """How often whole-conversation rendering forks in the trial, with the template that `chat` has now.
+
+    Text is compared, not tokens: how a tokenizer splits it is no fault of a template.
+    """
+    return sum(not transition.keeps_prefix for transition in _play_all(chat, SAMPLE_TOOLS, by_text=True))
 
 
 def text_form_is_same(chat: ChatFormat) -> bool:
@@ -140,28 +159,38 @@ def text_form_is_same(chat: ChatFormat) -> bool:
 
 
 def agrees_with_own(chat: ChatFormat) -> bool:
-    """Whether the continuation template writes what follows a call as the tokenizer's own template does.
+    """Whether the continuation template writes what follows a reply as the tokenizer's own template does.
 
-    True also when its own cannot render a call with its result, so that there is nothing to differ from.
+    Compared are an answer with a user message and a call with its result. Where its own refuses the call or leaves it
+    out, there is nothing to agree with.
     """
     assert chat.reader is not None
-    sample = sample_call(chat)
-    if sample is None or chat.reader.prefill(chat.own_text([sample_message(USER, 0)], None, True)) != chat.prefill:
-        return False
-    question, result = sample_message(USER, 0), sample_message(TOOL, 0)
-    structured = chat.reader.read(sample, chat.prefill, SAMPLE_TOOLS).message
-    try:
-        own = chat.own_text([question, structured, result], SAMPLE_TOOLS, True)
-    except Exception:  # see above
-        return True
-    ours = chat.render_text([question, {**structured, "raw": sample}, result], SAMPLE_TOOLS)
-    return sample in own and own.rpartition(sample)[2] == ours.rpartition(sample)[2]
+    question, names = sample_message(USER, 0), sorted(tool_names(SAMPLE_TOOLS))
+    start = chat.own_text([question], SAMPLE_TOOLS, True)
+    for reply, following in ((Reply("Hello."), sample_message(USER, 2)), (Reply(calls=(0,)), sample_message(TOOL, 2))):
+        text = write_reply(chat, [question], reply, names)
+        if text is None:
+            return False
+        structured = chat.reader.read(text, chat.prefill, SAMPLE_TOOLS).message
+        try:
+            own = chat.own_text([question, structured, following], SAMPLE_TOOLS, True)
+        except Exception:  # a template may raise what it likes
+            if reply.calls:
+                continue
+            return False
+        written = structured["content"] if not reply.calls else text
+        if reply.calls and names[0] not in own[len(start) :]:
+            continue
+        ours = chat.render_text([question, {**structured, "raw": text}, following], SAMPLE_TOOLS)
+        if written not in own or own.rpartition(written)[2] != ours.rpartition(written)[2]:
+            return False
+    return True
 
 
 # -- playing ---------------------------------------------------------------------------------------------------
 
 
-def _play_all(chat: ChatFormat, tools: list[dict[str, Any]], by_render: bool) -> list[Transition]:
+def _play_all(chat: ChatFormat, tools: list[dict[str, Any]], by_text: bool) -> list[Transition]:
     transitions: list[Transition] = []
     for name, script in _SCRIPTS.items():
         replies = [step for step in script if isinstance(step, Reply)]
@@ -169,15 +198,15 @@ def _play_all(chat: ChatFormat, tools: list[dict[str, Any]], by_render: bool) ->
             continue
         if chat.known is not None and any(cannot_write(chat.known, reply) for reply in replies):
             continue
-        transitions += _Player(chat, tools, by_render).play(name, script)
+        transitions += _Player(chat, tools, by_text).play(name, script)
     return transitions
 
 
 class _Player:
     """Plays one script: the prompts, the made-up replies, their parsing and what is appended."""
 
-    def __init__(self, chat: ChatFormat, tools: list[dict[str, Any]], by_render: bool) -> None:
-        self.chat, self.tools, self.by_render = chat, tools, by_render
+    def __init__(self, chat: ChatFormat, tools: list[dict[str, Any]], by_text: bool) -> None:
+        self.chat, self.tools, self.by_text = chat, tools, by_text
         self.names = sorted(tool_names(tools)) or ["get_weather"]
         self.messages: list[dict[str, Any]] = []
         self.reasonings: list[str] = []
@@ -200,6 +229,8 @@ class _Player:
                     return [*transitions, Transition(name, _article(step), False, reason)]
                 if prompt is not None:
                     keeps = new[: len(held)] == held
+                    if self.by_text:
+                        keeps = self.chat.decode(new).startswith(self.chat.decode(held))
                     reason = "" if keeps else self._reason(held, new, reply, text)
                     transitions.append(Transition(name, _article(step), keeps, reason))
                 prompt = new
@@ -217,7 +248,7 @@ class _Player:
         return transitions
 
     def _prompt(self, prompt: list[int] | None, held: list[int], index: int) -> list[int]:
-        if prompt is None or self.by_render:
+        if prompt is None or self.by_text:
             return self.chat.encode(self.chat.render_text(self.messages, self.tools))
         return self.chat.next_prompt(self.messages, self.tools, prompt, held[len(prompt) :], index)
 
@@ -242,6 +273,8 @@ class _Player:
             return "tool arguments are re-serialised" if calls else "white space of replies is changed"
         if at >= start and calls:
             return "tool calls are rendered otherwise than the model writes them"
+        if start - len(self.chat.prefill) <= at < start:
+            return "what the prompt wrote of a reply is rendered differently"
         return f"an earlier message changes from {held[at : at + 24]!r} to {new[at : at + 24]!r}"
 
 

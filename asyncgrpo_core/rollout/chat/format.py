@@ -219,10 +219,11 @@ class ChatFormat:
 
     def _choose_template(self) -> None:
         self._text_replies = forks.text_form_is_same(self)
-        if self.known is not None and not forks.rendered_keeps_prefix(self):
+        own_forks = forks.rendered_forks(self) if self.known is not None else 0
+        if own_forks:
             self.continues = True
-            if not (forks.agrees_with_own(self) and forks.rendered_keeps_prefix(self)):
-                self.continues = False  # another dialect of the family: its own template is what the model knows
+            # a dialect of the family keeps its own template: its format is the one that the model knows
+            self.continues = forks.agrees_with_own(self) and forks.rendered_forks(self) < own_forks
         if self.turn_prompts == "append":
             sample = [_user("x"), {"role": "assistant", "content": "y", "raw": "y"}, _user("z")]
             self._text_after(sample, None, 1)

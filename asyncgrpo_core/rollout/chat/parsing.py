@@ -240,8 +240,10 @@ def _json_regions(text: str, start: int, body: int, name: str | None) -> Iterato
     decoder = json.JSONDecoder()
     while True:
         try:
-            _, end = decoder.raw_decode(text, body)
+            value, end = decoder.raw_decode(text, body)
         except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
             yield Region(CALLS, start, body, len(text), len(text), True, name)
             return
         yield Region(CALLS, start, body, end, end, True, name)

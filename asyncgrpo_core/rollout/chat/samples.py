@@ -53,10 +53,11 @@ def write_reply(chat: ChatFormat, messages: list[dict[str, Any]], reply: Reply, 
 
 
 def _written_by_own(chat: ChatFormat, messages: list[dict[str, Any]], content: str, calls: Calls) -> str | None:
-    """What the tokenizer's own template renders for a reply, between the header and the end mark."""
+    """What the tokenizer's own template renders for a reply with calls, between the header and the end mark."""
+    if not calls:
+        return content
     message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message[CALLS] = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
+    message[CALLS] = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
     eos = getattr(chat.tokenizer, "eos_token", None)
     try:
         start = chat.own_text(messages, SAMPLE_TOOLS, True)
