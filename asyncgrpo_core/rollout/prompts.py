@@ -123,13 +123,13 @@ class IndexedPrompts:
 class StreamedPrompts:
     """Endless stream of (slot, row) over an iterable without a length; each epoch iterates it anew.
 
-    It cannot be repositioned: after a restart it begins with the first prompt. Rows of slots that have not ended are
-    kept so that they can be generated again; `forget` drops one.
+    It cannot be repositioned: after a restart it begins with the first prompt, as epoch `epoch`. Rows of recent slots
+    are kept so that they can be generated again.
     """
 
-    def __init__(self, dataset: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, dataset: Iterable[dict[str, Any]], epoch: int = 0) -> None:
         self._dataset = dataset
-        self._epoch = 0
+        self._epoch = epoch
         self._position = 0
         self._rows: dict[Slot, dict[str, Any]] = {}
         self._iterator = iter(dataset)
@@ -189,7 +189,8 @@ def open_prompts(
     if dataset is None:
         dataset = _NoRows()
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        return StreamedPrompts(dataset)
+        # a resumed stream starts anew, in an epoch of its own: its slots are not those that have ended
+        return StreamedPrompts(dataset, 0 if resume_state is None else int(resume_state["epoch"]))
     order = PromptOrder(len(dataset), seed, sampling)
     if resume_state is None:
         return IndexedPrompts(dataset, order, 0, start_index)

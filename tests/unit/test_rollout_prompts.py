@@ -8,7 +8,8 @@ import pytest
 
 from asyncgrpo_core.errors import ConfigError, DataError
 from asyncgrpo_core.rollout.prompts import PromptOrder, check_prompt, open_prompts
-from asyncgrpo_core.types import Slot
+from asyncgrpo_core.slots import SlotBook
+from asyncgrpo_core.types import GroupRecord, Slot
 
 ROWS = [{"prompt": i} for i in range(7)]
 
@@ -56,14 +57,14 @@ def test_rows_of_slots_can_be_read_again() -> None:
 
 
 def test_stream_without_length_repeats_from_the_start() -> None:
-    """F168: an iterable restarts from the first prompt whatever the resume state says."""
+    """F168: an iterable restarts from the first prompt whatever position the resume state names."""
 
     class Endless:
         def __iter__(self):
             return iter(ROWS[:3])
 
     stream = open_prompts(Endless(), 3, "random", resume_state={"epoch": 5, "position": 2})
-    assert [(s.epoch, s.row) for s in slots(stream, 5)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert [(s.epoch, s.row) for s in slots(stream, 5)] == [(5, 0), (5, 1), (5, 2), (6, 0), (6, 1)]
     assert stream.prompts_per_epoch == 3
     assert stream.row(Slot(1, 0, 0)) == ROWS[0]
 
@@ -97,3 +98,30 @@ def test_prompts_that_are_not_conversational_text_are_refused(prompt, text) -> N
 def test_a_conversation_is_accepted() -> None:
     check_prompt([{"role": "system", "content": ""}, {"role": "user", "content": "hi"}], "row 0")
     check_prompt([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "row 0")
+
+
+@pytest.mark.parametrize("source", ["stream", "no dataset"])
+def test_f168_a_resumed_stream_starts_with_the_first_prompt_under_slots_of_its_own(source) -> None:
+    """What SlotBook plans for a stream: the first epoch that no slot has. A slot that has ended is never used again."""
+    rows = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(3)]
+    dataset = RowStream(rows) if source == "stream" else None
+    first = open_prompts(dataset, 0, "random")
+    used = {next(first)[0] for _ in range(5)}
+    book = SlotBook(num_rows=None)
+    for slot in used:
+        book.apply(GroupRecord(outcome="zero_std", slot=slot, dispatched=[(slot, 0)]))
+    again = open_prompts(dataset, 0, "random", resume_state=book.worker_resume_state(set()))
+    got = [next(again) for _ in range(5)]
+    assert not {slot for slot, _ in got} & used
+    assert got[0][1] == (rows[0] if source == "stream" else {})
+    assert again.row(got[0][0]) == got[0][1]
+
+
+class RowStream:
+    """An iterable without a length."""
+
+    def __init__(self, rows) -> None:
+        self._rows = rows
+
+    def __iter__(self):
+        return iter(self._rows)
