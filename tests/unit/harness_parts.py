@@ -19,7 +19,7 @@ from asyncgrpo_core.rollout.one_rollout import FinishedRollout, run_rollout
 from asyncgrpo_core.types import Slot
 from tests.unit.agent_parts import add, agent_tokenizer, call_text
 from tests.unit.fakes import FakeVLLM
-from tests.unit.rollout_run import ROWS, LoopRun, loop_run
+from tests.unit.rollout_run import LoopRun, loop_run
 
 ADD = {
     "type": "function",
@@ -168,7 +168,7 @@ async def ready(
 
 
 async def rollout(loop: HarnessRolloutLoop, index: int = 0, row: int = 0) -> FinishedRollout:
-    context = RolloutContext(Slot(0, row, row), 0, index, FirstPrompt(), 0, ROWS[row])
+    context = RolloutContext(Slot(0, row, row), 0, index, FirstPrompt(), 0, loop.dataset[row])
     return await asyncio.create_task(run_rollout(loop, context, 0, want_top=True))
 
 
