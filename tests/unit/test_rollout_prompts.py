@@ -66,7 +66,7 @@ def test_stream_without_length_repeats_from_the_start() -> None:
     stream = open_prompts(Endless(), 3, "random", resume_state={"epoch": 5, "position": 2})
     assert [(s.epoch, s.row) for s in slots(stream, 5)] == [(5, 0), (5, 1), (5, 2), (6, 0), (6, 1)]
     assert stream.prompts_per_epoch == 3
-    assert stream.row(Slot(1, 0, 0)) == ROWS[0]
+    assert stream.row(Slot(6, 0, 0)) == ROWS[0]
 
 
 def test_empty_datasets_and_unknown_orders_are_refused() -> None:
