@@ -270,7 +270,9 @@ class AsyncRolloutLoop:
         custom = type(self).generate_one is not AsyncRolloutLoop.generate_one
         check_reward_sources(len(self.reward_funcs), scoring, custom)
         if self.tools_on:
-            logger.info("%s", fork_report(self.chat, [tool_schema(tool) for tool in self.tools] or None).text)
+            report = fork_report(self.chat, [tool_schema(tool) for tool in self.tools] or None)
+            good = report.keeps_prefix and report.shows_tools
+            logger.log(logging.INFO if good else logging.WARNING, "%s", report.text)
         await self.setup()
         state = (self.resume_state or {}).get("loop_state")
         if state is not None:

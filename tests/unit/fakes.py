@@ -157,14 +157,22 @@ def default_sample(rng: random.Random, _prompt_ids: list[int]) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 5))] + [EOS_ID]
 
 
+_LOGPROBS = [-0.5 - 0.25 * i for i in range(1000)]
+
+
 def top_entries(rng: random.Random, token: int, k: int, vocab: int = VOCAB) -> list[dict]:
     """The engine's dict at one position: the sampled token first, then the k most likely without repeating it."""
-    logprobs = [-0.5 - 0.25 * i for i in range(vocab)]
-    order = list(range(vocab))
-    rng.shuffle(order)  # order[i] has rank i + 1
-    rank = order.index(token) + 1
+    logprobs = _LOGPROBS[:vocab]
+    if vocab > VOCAB:  # a shuffle of every position would take most of a test's time
+        first = rng.randrange(vocab)
+        ranked = [(first + i) % vocab for i in range(k)]
+        rank = (token - first) % vocab + 1
+    else:
+        order = list(range(vocab))
+        rng.shuffle(order)  # order[i] has rank i + 1
+        ranked, rank = order[:k], order.index(token) + 1
     entries = [{"token_id": token, "logprob": logprobs[rank - 1], "rank": rank}]
-    entries += [{"token_id": order[i], "logprob": logprobs[i], "rank": i + 1} for i in range(k) if order[i] != token]
+    entries += [{"token_id": t, "logprob": logprobs[i], "rank": i + 1} for i, t in enumerate(ranked) if t != token]
     return entries
 
 
