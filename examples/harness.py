@@ -6,7 +6,7 @@
 The harness is `ask_until_right`, an ordinary coroutine that knows nothing of the training: it asks for a sum and, when
 the answer is wrong, says so and asks once more. Any agent framework takes its place, as long as its base URL can be
 set; one that is a program of its own is run by `CommandHarnessLoop` (asyncgrpo_core/rollout/harness/command.py), and
-one that is not async by a plain `def run_harness`.
+one that is not async by a plain `def run_harness`. In a run's YAML, `loop: examples.harness:AskingLoop` does the same.
 
 What the proxy does with a request: temperature, top_p and the like are the run's own (the reply's header
 X-AsyncGRPO-Ignored names what was overruled), stop strings and max_tokens are followed; what the harness would rely on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import openai
 import pytest
 
@@ -11,7 +12,7 @@ from asyncgrpo_core.errors import ConfigError, RolloutError
 from asyncgrpo_core.rollout.harness import HarnessResult, HarnessRolloutLoop
 from asyncgrpo_core.rollout.sampling import ConversationTooLongError
 from asyncgrpo_core.server.generation import ServerUnavailableError
-from tests.unit.agent_parts import agent_tokenizer, scripted
+from tests.unit.agent_parts import agent_tokenizer, call_text, scripted
 from tests.unit.fakes import FakeTokenizer, FakeVLLM
 from tests.unit.harness_parts import (
     AddingAgent,
@@ -55,6 +56,46 @@ async def test_tool_metrics_have_their_usual_names(tmp_path) -> None:
     assert metrics["tools/parallel_calls_mean"] == 1.0 and metrics["tools/loop_exhausted_frac"] == 0.0
     assert metrics["rollout/turns_mean"] == 3.0 and metrics["rollout/samples_per_rollout"] == 1.0
     assert not [name for name in metrics if name.startswith("tools/latency") or "/add/" in name]
+
+
+async def test_groups_that_call_nothing_count_too(tmp_path) -> None:
+    """F187: the mean number of calls is over all rollouts, half of which call once."""
+
+    def script(_rng, prompt: str) -> str:
+        return call_text("add", a=1, b=1) if "q0" in prompt and "tool_response" not in prompt else "no"
+
+    async with scripted(script) as server:
+        run = agent_run(server, tmp_path, AddingAgent)
+        await run.until(lambda: {0, 1} <= {r.slot.row for r in run.ended()})
+    run.records = [next(r for r in run.ended() if r.slot.row == row) for row in (0, 1)]
+    assert run.metrics()["tools/call_frequency"] == 0.5
+
+
+class TwoQuestions(ClientLoop):
+    async def run_harness(self, base_url, api_key, prompt, row):
+        total = 0.0
+        for question in ("a", "b"):
+            messages = [{"role": "user", "content": question}]
+            reply = await self.api(base_url, api_key).chat.completions.create(model="x", messages=messages)
+            total += float(reply.choices[0].message.content)
+        return total
+
+
+async def test_every_sample_of_a_rollout_has_its_advantage(tmp_path) -> None:
+    """F186: two conversations per rollout, so two samples; the advantages are those of the rollouts' rewards."""
+    async with scripted(digits) as server:
+        run = agent_run(server, tmp_path, TwoQuestions, num_generations=3)
+        await run.until(lambda: any(record.samples for record in run.ended()))
+    record = next(record for record in run.ended() if record.samples)
+    by_rollout: dict[str, list] = {}
+    for sample in record.samples:
+        by_rollout.setdefault(sample.rollout_id, []).append(sample)
+    assert len(by_rollout) == 3 and {len(samples) for samples in by_rollout.values()} == {2}
+    rewards = np.array([samples[0].reward for samples in by_rollout.values()])
+    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+    for advantage, samples in zip(expected, by_rollout.values(), strict=True):
+        np.testing.assert_allclose([sample.advantage for sample in samples], advantage)
+        assert {sample.reward for sample in samples} == {samples[0].reward}
 
 
 class Reporting(OneTurn):

@@ -223,6 +223,7 @@ class Intruder(ClientLoop):
                 await ask(f"{base_url}/responses"),
                 (await http.get(url, headers=headers)).status_code,
                 await ask(url, content=b"{"),
+                await ask(url, content=b"[" * 100_000),
                 await ask(url, content=b" " * (33 << 20)),
             ]
             for old_url, old_key in seen[:-1]:
@@ -235,9 +236,9 @@ async def test_each_rollout_has_its_own_url_and_key_for_as_long_as_it_runs(tmp_p
     Intruder.seen.clear()
     async with scripted(lambda *_: "y") as server, ready(server, tmp_path, Intruder) as loop:
         first = await rollout(loop)
-        assert loop.statuses == [401, 401, 401, 401, 404, 404, 405, 400, 413]
+        assert loop.statuses == [401, 401, 401, 401, 404, 404, 405, 400, 400, 413]
         await rollout(loop, 1)
-        assert loop.statuses[9:] == [410, 401], "an ended rollout, and its key on another's URL"
+        assert loop.statuses[10:] == [410, 401], "an ended rollout, and its key on another's URL"
     assert len(first.rollout.turns) == 1 and len(server.requests) == 2
 
 

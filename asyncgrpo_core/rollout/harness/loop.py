@@ -112,6 +112,7 @@ class HarnessRolloutLoop(AsyncRolloutLoop):
             raise ConfigError(f"{type(self).__name__} has no run_harness.", "Implement it in the class.")
         if self.harness_tools and not self.chat.tools_on:
             self.chat = self._chat_with_tools()
+            self.tools_on = True  # tools/* count the groups without a call too
             logger.info("%s", fork_report(self.chat, None).text)
         self._harness_threads = CallThreads(self.config.max_concurrent_rollouts, "harness")
         self._harness_watch = FailureWatch(_FAILURE_LIMIT, _FAILURE_WINDOW)
