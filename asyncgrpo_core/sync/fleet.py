@@ -106,15 +106,14 @@ class FleetPublisher:
     def stats(self, previous: dict[str, Any] | None = None) -> dict[str, Any]:
         """`weight_sync` of run_summary.json: `count` counts syncs, not servers.
 
-        With several servers also `servers`, and `left_out`: how often a sync did not reach one of them.
+        With several servers also `left_out`: how often a sync did not reach one of them.
         """
         for server in self._servers:
             if server.publisher is not None:
                 self._totals.saw_difference(server.publisher.max_abs_logp_diff)
         summary = self._totals.summary(self._backend, previous)
         if len(self._servers) > 1:
-            left_out = (previous or {}).get("left_out", 0) + self._num_left_out
-            summary |= {"servers": len(self._servers), "left_out": left_out}
+            summary["left_out"] = (previous or {}).get("left_out", 0) + self._num_left_out
         return summary
 
     def close(self) -> None:

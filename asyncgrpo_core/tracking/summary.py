@@ -62,6 +62,9 @@ EMPTY_SUMMARY: dict[str, Any] = {
     "restarts": {"server": 0, "rollout_worker": 0, "trainer": 0},
 }
 
+# Keys that only some runs have: with several servers, how often a sync did not reach one of them.
+OPTIONAL_KEYS = ("weight_sync.left_out",)
+
 _number = (int, float)
 _TYPES: dict[str, Any] = {
     "mlflow_run_id": (str, type(None)),
@@ -202,7 +205,7 @@ def _merge(base: dict[str, Any], changes: dict[str, Any], where: str, *, strict:
     merged = copy.deepcopy(base)
     for key, value in changes.items():
         if key not in base:
-            if strict:
+            if strict and f"{where}{key}" not in OPTIONAL_KEYS:
                 raise ValueError(f"run_summary.json has no key {where}{key}; it has {', '.join(sorted(base))}")
             merged[key] = value
         elif isinstance(base[key], dict):
@@ -226,7 +229,8 @@ def _compare(wanted: dict[str, Any], content: Any, where: str) -> list[str]:
     if not isinstance(content, dict):
         return [f"{where or 'the summary'} is {type(content).__name__}, not an object"]
     problems = [f"{where}{key} is missing" for key in wanted if key not in content]
-    problems += [f"{where}{key} is not in the schema" for key in content if key not in wanted]
+    extra = [f"{where}{key}" for key in content if key not in wanted]
+    problems += [f"{name} is not in the schema" for name in extra if name not in OPTIONAL_KEYS]
     for key in wanted.keys() & content.keys():
         name, value = f"{where}{key}", content[key]
         if isinstance(wanted[key], dict):

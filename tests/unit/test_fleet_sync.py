@@ -12,6 +12,7 @@ from asyncgrpo_core.errors import ServerError, ServerMismatchError, WeightSyncEr
 from asyncgrpo_core.server.freshness import LEFT_OUT
 from asyncgrpo_core.sync.fleet import FleetPublisher, SyncServer, combined
 from asyncgrpo_core.sync.reports import DeliveryError, SyncReport
+from asyncgrpo_core.tracking.summary import update_summary, validate_summary
 from tests.unit.sync_fakes import FakeServer, Policy
 from tests.unit.test_sync_publisher import publisher
 
@@ -93,7 +94,18 @@ def test_syncs_are_counted_once_and_times_add_up(tmp_path: Path) -> None:
     assert report.total_s == pytest.approx(report.pause_s + report.barrier_s + report.transfer_s)
     stats = fleet.publisher.stats({"count": 4, "verified": 4, "unverified": 0, "mean_s": 0.0, "left_out": 2})
     assert (stats["backend"], stats["count"], stats["verified"]) == ("shm", 5, 5)
-    assert (stats["servers"], stats["left_out"]) == (2, 2)
+    assert stats["left_out"] == 2
+
+
+def test_the_summary_has_room_for_servers_left_out(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.sync(0)
+    fleet.servers[0].healthy = False
+    fleet.sync(1)
+    update_summary(tmp_path, weight_sync=fleet.publisher.stats())
+    content = update_summary(tmp_path, weight_sync=fleet.publisher.stats({"left_out": 3}))
+    assert content["weight_sync"]["left_out"] == 4
+    assert not [problem for problem in validate_summary(content) if "weight_sync" in problem]
 
 
 def test_one_server_is_what_a_publisher_is(tmp_path: Path) -> None:
@@ -101,7 +113,7 @@ def test_one_server_is_what_a_publisher_is(tmp_path: Path) -> None:
     fleet.sync(0)
     fleet.sync(1)
     stats = fleet.publisher.stats()
-    assert stats["count"] == 1 and "servers" not in stats and fleet.said == [(0, 1)]
+    assert stats["count"] == 1 and "left_out" not in stats and fleet.said == [(0, 1)]
     fleet.servers[0].fail = {"update_weights"}
     with pytest.raises(WeightSyncError, match="version 2 .*engine says no"):
         fleet.sync(2)
