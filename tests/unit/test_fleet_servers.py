@@ -11,7 +11,9 @@ from typing import ClassVar
 import pytest
 
 from asyncgrpo_core.errors import ConfigError, ServerError, ServerMismatchError
+from asyncgrpo_core.launch import doctor
 from asyncgrpo_core.launch.run_folder import Attempt, read_attempt, write_attempt
+from asyncgrpo_core.launch.serve import serve
 from asyncgrpo_core.launch.vllm_server import ServerSlot
 from asyncgrpo_core.metrics import MetricWindow
 from asyncgrpo_core.rollout.worker import RolloutWorker
@@ -100,6 +102,25 @@ def test_the_launcher_waits_for_every_server():
             slot.start(None, 0.3, lambda _line: None)
         with ThreadedFakeVLLM() as two:
             ServerSlot(None, [one.base_url, two.base_url]).start(None, 5.0, lambda _line: None)
+
+
+def test_doctor_asks_every_server(monkeypatch):
+    def ask(cfg, url, exam):
+        if url == URLS[1]:
+            raise ServerError(f"{url} is away")
+
+    monkeypatch.setattr(doctor, "_check_running_server", ask)
+    exam = doctor.Examination()
+    doctor._check_server(exam, parse(["server.url=[http://a:1, http://b:2]"]), None)
+    assert [(f.level, f.text) for f in exam.findings] == [
+        ("ok", "http://a:1 fits this config"),
+        ("fail", "http://b:2 is away"),
+    ]
+
+
+def test_serve_starts_nothing_beside_servers_that_run():
+    with pytest.raises(ConfigError, match="http://a:1.*http://b:2.*no server to start"):
+        serve(parse(["server.url=[http://a:1, http://b:2]"]))
 
 
 # what holds for all
