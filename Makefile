@@ -61,6 +61,7 @@ chaos: $(STAMP)
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packed_row
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packed_row --spread 24 --vocab 2000
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rollout_worker --parts
 
 # Make the shipped start policy again from the data it generates.
 policy: $(STAMP)

@@ -8,6 +8,7 @@ flat numpy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -126,8 +127,10 @@ class _Token(msgspec.Struct, gc=False):
     top_logprobs: list[_Top] = []
 
 
-class _TokenLogprobs(msgspec.Struct, gc=False):
-    content: list[_Token] | None = None
+class _Sampled(msgspec.Struct, gc=False):
+    """`_Token` when nothing but the sampled token's log-probability is wanted: the lists are passed over."""
+
+    logprob: float
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -136,16 +139,23 @@ class _Span(msgspec.Struct, gc=False):
     end: int
 
 
-class _TokensChoice(msgspec.Struct):
+_Entry = TypeVar("_Entry", _Token, _Sampled)
+
+
+class _TokenLogprobs(msgspec.Struct, Generic[_Entry], gc=False):
+    content: list[_Entry] | None = None
+
+
+class _TokensChoice(msgspec.Struct, Generic[_Entry]):
     token_ids: list[int] | None = None
-    logprobs: _TokenLogprobs | None = None
+    logprobs: _TokenLogprobs[_Entry] | None = None
     finish_reason: str | None = None
     sampling_mask: list[list[int]] | None = None
     weight_versions: list[_Span] | None = None
 
 
-class _TokensReply(msgspec.Struct):
-    choices: list[_TokensChoice]
+class _TokensReply(msgspec.Struct, Generic[_Entry]):
+    choices: list[_TokensChoice[_Entry]]
 
 
 class _CompletionLogprobs(msgspec.Struct, gc=False):
@@ -163,19 +173,19 @@ class _CompletionReply(msgspec.Struct):
     choices: list[_CompletionChoice]
 
 
-_tokens_decoder = msgspec.json.Decoder(_TokensReply)
+_tokens_decoder = msgspec.json.Decoder(_TokensReply[_Token])
+_sampled_decoder = msgspec.json.Decoder(_TokensReply[_Sampled])
 _completions_decoder = msgspec.json.Decoder(_CompletionReply)
 
 
 def parse_tokens_reply(payload: bytes, prompt_ids: list[int], sampling: SamplingSettings) -> TurnRecord:
     """Reply of /inference/v1/generate -> TurnRecord. Raises ServerError when it lacks what was asked for."""
-    choice = _first_choice(_tokens_decoder, payload)
+    k = sampling.num_logprobs
+    choice = _first_choice(_tokens_decoder if k else _sampled_decoder, payload)
     output_ids = choice.token_ids or []
     content = (choice.logprobs.content if choice.logprobs else None) or []
     _check_counts(len(output_ids), len(content))
-    top = None
-    if sampling.num_logprobs:
-        top = _top_of_tokens(content, sampling.num_logprobs)
+    top = _top_of_tokens(content, k) if k else None
     return TurnRecord(
         prompt_ids=prompt_ids,
         output_ids=output_ids,
@@ -225,6 +235,16 @@ def _check_counts(num_tokens: int, num_logprobs: int) -> None:
         )
 
 
+def _check_top_counts(counts: list[int]) -> None:
+    """A position may list fewer than k (a small vocabulary), never none."""
+    if 0 in counts:
+        raise ServerError(
+            f"The server sent none of the most likely tokens at position {counts.index(0)} of a reply, which score "
+            "centering needs.",
+            "Raise the server's --max-logprobs, or set score_centering=False.",
+        )
+
+
 def _versions(spans: list[_Span] | None, num_tokens: int) -> list[int] | None:
     """The policy version of every output token, None where the label is not one of ours (before the first sync)."""
     if not spans or not all(span.version.isdigit() for span in spans):
@@ -256,6 +276,7 @@ def _top_of_tokens(content: list[_Token], k: int) -> TopLogprobs:
 
 
 def _top_of_ragged(content: list[_Token], k: int) -> TopLogprobs:
+    _check_top_counts([len(token.top_logprobs) for token in content])
     ids = np.full((len(content), k), -1, dtype=np.int32)
     logprobs = np.full((len(content), k), -np.inf, dtype=np.float32)
     for row, token in enumerate(content):
@@ -273,15 +294,26 @@ def _top_of_completion(
 ) -> TopLogprobs:
     """[T, k] from {"token_id:17": -0.3, ...}: the k most likely, plus the sampled token when it is not one of them."""
     _check_counts(len(output_ids), len(rows))
+    entries = [row or {} for row in rows]
+    counts = np.array([len(row) for row in entries], dtype=np.int64)
+    _check_top_counts(counts.tolist())
+    names = "".join(name for row in entries for name in row).split("token_id:")[1:]
+    if len(names) != counts.sum():
+        raise ServerError(
+            "The server names its most likely tokens by text, not as token_id:NUMBER.",
+            "Use a vLLM server, version 0.26 to 0.33.",
+        )
+    flat_ids = np.array(list(map(int, names)), dtype=np.int32)
+    flat_logprobs = np.array([value for row in entries for value in row.values()], dtype=np.float32)
+    row_of = np.repeat(np.arange(len(rows)), counts)
+    kept = (counts[row_of] <= k) | (flat_ids != np.array(output_ids, dtype=np.int32)[row_of])
+    flat_ids, flat_logprobs, row_of = flat_ids[kept], flat_logprobs[kept], row_of[kept]
+    column = np.arange(len(row_of)) - np.searchsorted(row_of, row_of)
+    inside = column < k
     ids = np.full((len(rows), k), -1, dtype=np.int32)
     logprobs = np.full((len(rows), k), -np.inf, dtype=np.float32)
-    skip = len("token_id:")
-    for row, (entries, sampled) in enumerate(zip(rows, output_ids, strict=True)):
-        pairs = [(int(name[skip:]), value) for name, value in (entries or {}).items()]
-        if len(pairs) > k:
-            pairs = [pair for pair in pairs if pair[0] != sampled][:k]
-        ids[row, : len(pairs)] = [pair[0] for pair in pairs]
-        logprobs[row, : len(pairs)] = [pair[1] for pair in pairs]
+    ids[row_of[inside], column[inside]] = flat_ids[inside]
+    logprobs[row_of[inside], column[inside]] = flat_logprobs[inside]
     return _masked(ids, logprobs)
 
 

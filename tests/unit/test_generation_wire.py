@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncgrpo_core.errors import ServerError
 from asyncgrpo_core.server.wire import (
@@ -16,7 +18,9 @@ from asyncgrpo_core.server.wire import (
     requested_logprobs,
     tokens_body,
 )
+from benchmarks.rollout_replies import recording
 
+ONLY_SAMPLED = SamplingSettings(max_tokens=7)
 SAMPLING = SamplingSettings(max_tokens=7, temperature=0.5, num_logprobs=2, stop_token_ids=(2,))
 
 
@@ -113,6 +117,91 @@ def test_completions_reply_gives_the_same_head() -> None:
     turn = parse_completions_reply(json.dumps({"choices": [choice]}).encode(), [1], SAMPLING)
     assert turn.output_ids == [10, 99] and turn.finish_reason == "length"
     assert [set(row) for row in turn.output_sampler_logprobs.ids.tolist()] == [{10, 11}] * 2
+
+
+def test_without_a_head_only_the_sampled_logprobs_are_read() -> None:
+    """F199. What the server lists besides is passed over, however it looks."""
+    content = [
+        entry(4, -1.5, 1, top_logprobs=[entry(4, -1.5, 1)]),
+        entry(9, -2.0, None, top_logprobs=[{"token": "x", "logprob": None}]),
+    ]
+    spans = [{"version": "3", "start": 0, "end": 2}]
+    turn = parse_tokens_reply(tokens_reply(content, weight_versions=spans), [1], ONLY_SAMPLED)
+    assert (turn.output_ids, turn.output_log_probs, turn.output_versions) == ([4, 9], [-1.5, -2.0], [3, 3])
+    assert turn.output_sampler_logprobs is None
+
+
+@pytest.mark.parametrize("bad", [None, "-1.0", [1.0]])
+def test_a_logprob_that_is_no_number_is_an_error_with_and_without_a_head(bad) -> None:
+    payload = tokens_reply([{**entry(4, -1.0, 1), "logprob": bad, "top_logprobs": []}])
+    for sampling in (SAMPLING, ONLY_SAMPLED):
+        with pytest.raises(ServerError, match="not a generation reply"):
+            parse_tokens_reply(payload, [1], sampling)
+
+
+def test_nan_in_a_reply_is_an_error() -> None:
+    payload = tokens_reply([entry(4, float("nan"), 1, top_logprobs=[])])
+    assert b"NaN" in payload
+    with pytest.raises(ServerError):
+        parse_tokens_reply(payload, [1], ONLY_SAMPLED)
+
+
+def completion_oracle(output_ids: list[int], rows: list[dict[str, float]], k: int) -> list[dict[int, float]]:
+    """Token by token: the k most likely without a sampled token that is not one of them."""
+    out = []
+    for sampled, row in zip(output_ids, rows, strict=True):
+        pairs = {int(name.removeprefix("token_id:")): value for name, value in row.items()}
+        if len(pairs) > k:
+            pairs.pop(sampled)
+        out.append(dict(list(pairs.items())[:k]))
+    return out
+
+
+@given(st.data(), st.integers(1, 5))
+def test_completions_head_equals_a_token_by_token_reading(data, k) -> None:
+    """F199. Rows of any length up to k, or k + 1 with the sampled token first, as the server builds them."""
+    rows, output_ids = [], []
+    for _ in range(data.draw(st.integers(0, 6))):
+        size = data.draw(st.integers(1, k + 1))
+        ids = data.draw(st.lists(st.integers(0, 200_000), min_size=size, max_size=size, unique=True))
+        output_ids.append(ids[0])
+        rows.append({f"token_id:{i}": -0.25 * (place + 1) for place, i in enumerate(ids)})
+    logprobs = {"token_logprobs": [-1.0] * len(rows), "top_logprobs": rows}
+    choice = {"index": 0, "text": "", "token_ids": output_ids, "logprobs": logprobs, "finish_reason": "stop"}
+    settings = SamplingSettings(max_tokens=7, num_logprobs=k)
+    top = parse_completions_reply(json.dumps({"choices": [choice]}).encode(), [1], settings).output_sampler_logprobs
+    assert top.ids.shape == (len(rows), k)
+    found = [
+        {i: lp for i, lp in zip(ids, lps, strict=True) if i >= 0}
+        for ids, lps in zip(top.ids.tolist(), top.logprobs.tolist(), strict=True)
+    ]
+    assert found == completion_oracle(output_ids, rows, k)
+
+
+def test_completions_reply_that_names_tokens_by_text_is_an_error() -> None:
+    logprobs = {"token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "b": -1.0}]}
+    choice = {"index": 0, "text": "", "token_ids": [10], "logprobs": logprobs, "finish_reason": "stop"}
+    with pytest.raises(ServerError, match="token_id:NUMBER"):
+        parse_completions_reply(json.dumps({"choices": [choice]}).encode(), [1], SAMPLING)
+
+
+@pytest.mark.parametrize("k", [0, 8])
+def test_both_routes_of_a_real_server_give_the_same_turn(k) -> None:
+    """F199. Replies recorded from vLLM, same seeds on both routes; json.loads is the oracle of the sampled tokens."""
+    settings = SamplingSettings(max_tokens=128, num_logprobs=k)
+    forms = recording()["forms"]
+    for of_tokens, of_completions in zip(forms[f"tokens-{k}"], forms[f"completions-{k}"], strict=True):
+        one = parse_tokens_reply(of_tokens.encode(), [1], settings)
+        two = parse_completions_reply(of_completions.encode(), [1], settings)
+        content = json.loads(of_tokens)["choices"][0]["logprobs"]["content"]
+        assert one.output_ids == two.output_ids == [token["token_id"] for token in content]
+        assert one.output_log_probs == two.output_log_probs == [token["logprob"] for token in content]
+        if k:
+            heads = [
+                [dict(zip(ids, lps, strict=True)) for ids, lps in zip(t.ids.tolist(), t.logprobs.tolist(), strict=True)]
+                for t in (one.output_sampler_logprobs, two.output_sampler_logprobs)
+            ]
+            assert heads[0] == heads[1] and len(heads[0]) == 128 and all(len(head) == k for head in heads[0])
 
 
 def test_reply_without_token_ids_is_an_error() -> None:
