@@ -58,7 +58,9 @@ class EnvironmentPool:
         self._threads = threads
         self._timeout_s = timeout_s
         self._idle: dict[Any, list[Any]] = {name: [] for name in self._factories}
-        self._watch = FailureWatch(_FAILURE_LIMIT, _FAILURE_WINDOW)
+        self._watch = FailureWatch(
+            _FAILURE_LIMIT, _FAILURE_WINDOW, fix="Repair the environment, or what it talks to; see the worker's log."
+        )
         self.created = 0
 
     async def prepare(self, other_tools: Sequence[Callable[..., Any]] = ()) -> list[type]:

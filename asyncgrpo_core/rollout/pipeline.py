@@ -33,7 +33,7 @@ from asyncgrpo_core.rollout.prompts import open_prompts
 from asyncgrpo_core.rollout.reward_counts import RewardCounts
 from asyncgrpo_core.rollout.scoring import GroupScorer, RewardTimeoutError
 from asyncgrpo_core.rollout.tools import FailureWatch
-from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError
+from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError, ServerUnavailableError
 from asyncgrpo_core.types import GroupRecord, RolloutGroup, Slot
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ logger = logging.getLogger(__name__)
 _WAKE_EVERY_S = 0.02  # the trainer's shared values have no way to wake us
 _HEARTBEAT_EVERY_S = 0.2
 _STATE_EVERY_S = 1.0
-# Groups whose reward function timed out: a slow one now and then is generated again, most of them end the run.
-_REWARD_TIMEOUT_LIMIT, _REWARD_TIMEOUT_WINDOW = 0.5, 8
+# Groups that failed by a reward's deadline or by replies that make no sense: one now and then is generated again, when
+# it is most of them the run ends.
+_FAILURE_LIMIT, _FAILURE_WINDOW = 0.5, 8
 # A server that has answered nothing for this long while groups fail is down, not busy.
 _SILENT_SERVER_S = 120.0
 
@@ -91,7 +92,12 @@ class GroupPipeline:
             loop.reward_funcs, timeout_s=config.reward_timeout, environments=loop.environment_classes
         )
         self._reward_counts = RewardCounts(loop.reward_funcs)
-        self._reward_watch = FailureWatch(_REWARD_TIMEOUT_LIMIT, _REWARD_TIMEOUT_WINDOW)
+        self._watch = FailureWatch(
+            _FAILURE_LIMIT,
+            _FAILURE_WINDOW,
+            meaning="No training comes of that.",
+            fix="Make the reward function faster or raise reward_timeout; for replies, see the server's log.",
+        )
         self._score_queue: asyncio.Queue[FinishedGroup] = asyncio.Queue(loop.score_queue_maxsize)
         self._dispatched: list[tuple[Slot, int]] = []
         self._groups: set[asyncio.Task[None]] = set()
@@ -205,6 +211,8 @@ class GroupPipeline:
         except ServerError as error:
             self._admission.group_failed()
             self._put_failed(origin.slot, origin.generation, origin, error)
+            if not isinstance(error, ServerUnavailableError):  # it answered, and not what was asked for
+                self._watch.record("The server's replies", str(error))
             self._raise_if_silent(error)
             return
         except EnvironmentFailedError as error:  # how often that may happen is the environments' own watch's business
@@ -214,6 +222,7 @@ class GroupPipeline:
         finally:
             await _cancel(tasks)
             self._open_rollouts -= origin.open_rollouts
+        self._watch.record("The server's replies", None)
         group = make_group(row, rollouts, origin.version or 0, origin.group_id, origin.slot.row)
         finished = FinishedGroup(origin.slot, origin.generation, group, rollouts)
         self._admission.group_generated(finished.forwarded_tokens)
@@ -273,11 +282,11 @@ class GroupPipeline:
             try:
                 scores = await self._scorer.score(finished.group)
             except RewardTimeoutError as error:
-                self._reward_watch.record("A reward function", str(error))
+                self._watch.record("Scoring", str(error))
                 self._admission.group_ended(0)
                 self._put_failed(finished.slot, finished.generation, finished.group, error)
                 continue
-            self._reward_watch.record("A reward function", None)
+            self._watch.record("Scoring", None)
             finished.group.rewards = scores.total
             advantages = self._loop.compute_advantages(finished.group)
             record = ended_record(finished, scores, advantages)

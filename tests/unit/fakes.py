@@ -17,6 +17,7 @@ from aiohttp import web
 
 EOS_ID = 2
 VOCAB = 50
+RESET: Any = object()
 
 
 class FakeVLLM:
@@ -26,6 +27,7 @@ class FakeVLLM:
     (weight version reported), `sample` (callable: (rng, prompt_ids) -> token ids), `metrics` (text or None for 404),
     `token_route` (whether /inference/v1/generate exists), `max_model_len`, `vocab`, `eos_id`, `health`
     (status of /health) and `port`.
+    `spoil` (callable: (request number, reply body) -> reply body, or RESET for a connection that is cut).
     `requests` holds (route, body) of every generation request; `max_in_flight` the most at once.
     """
 
@@ -41,6 +43,7 @@ class FakeVLLM:
         self.port = 0
         self.vocab = VOCAB
         self.eos_id = EOS_ID
+        self.spoil: Callable[[int, dict], Any] = lambda _number, body: body
         for name, value in settings.items():
             setattr(self, name, value)
         self.requests: list[tuple[str, dict]] = []
@@ -109,7 +112,7 @@ class FakeVLLM:
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
             "logprobs": {"content": content},
         }
-        return _json({"request_id": "r", "output_mode": "tokens", "choices": [choice]})
+        return self._reply(request, {"request_id": "r", "output_mode": "tokens", "choices": [choice]})
 
     async def _completions(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -131,7 +134,15 @@ class FakeVLLM:
             "logprobs": logprobs,
             "finish_reason": finish_reason(ids, body["max_tokens"], self.eos_id),
         }
-        return _json({"id": "c", "object": "text_completion", "choices": [choice]})
+        return self._reply(request, {"id": "c", "object": "text_completion", "choices": [choice]})
+
+    def _reply(self, request: web.Request, body: dict) -> web.Response:
+        body = self.spoil(len(self.requests), body)
+        if body is RESET:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return web.Response(text=json.dumps(body), content_type="application/json")
 
     async def _enter(self, route: str, body: dict) -> web.Response | None:
         self.requests.append((route, body))
@@ -178,10 +189,6 @@ def top_entries(rng: random.Random, token: int, k: int, vocab: int = VOCAB) -> l
 
 def finish_reason(ids: list[int], max_tokens: int, eos_id: int = EOS_ID) -> str:
     return "length" if len(ids) >= max_tokens and (not ids or ids[-1] != eos_id) else "stop"
-
-
-def _json(body: dict) -> web.Response:
-    return web.Response(text=json.dumps(body), content_type="application/json")
 
 
 class FakeTokenizer:

@@ -196,7 +196,7 @@ async def test_a_failing_environment_fails_its_rollout_and_is_thrown_away(how, m
 
 async def test_an_environment_that_fails_half_of_the_time_stops_the_run() -> None:
     pool = pool_of(Fragile)
-    with pytest.raises(ToolsDownError, match=r"Fragile.reset\(\) failed in 17 of its last 32 calls"):
+    with pytest.raises(ToolsDownError, match=r"Fragile.reset\(\) failed in 17 of the last 32 calls"):
         for number in range(40):
             lease = await pool.lease({})
             try:
