@@ -96,13 +96,13 @@ def test_policy_versions_per_token_across_an_update() -> None:
 
 
 def test_versions_are_unknown_before_the_first_sync() -> None:
-    content = [entry(4, -1.0, 1, top_logprobs=[])]
+    content = [entry(4, -1.0, 1, top_logprobs=[{"token_id": 4, "logprob": -1.0}])]
     spans = [{"version": "default", "start": 0, "end": 1}]
     assert parse_tokens_reply(tokens_reply(content, weight_versions=spans), [1], SAMPLING).output_versions is None
 
 
 def test_candidate_sets_are_kept() -> None:
-    content = [entry(4, -1.0, 1, top_logprobs=[])]
+    content = [entry(4, -1.0, 1, top_logprobs=[{"token_id": 4, "logprob": -1.0}])]
     turn = parse_tokens_reply(tokens_reply(content, sampling_mask=[[4, 9]]), [1], SAMPLING)
     assert turn.output_sampling_mask == [[4, 9]]
 
@@ -213,3 +213,20 @@ def test_reply_without_token_ids_is_an_error() -> None:
 def test_reply_that_is_not_json_is_an_error_that_shows_it() -> None:
     with pytest.raises(ServerError, match="<html>"):
         parse_tokens_reply(b"<html>proxy</html>", [1], SAMPLING)
+
+
+@pytest.mark.parametrize("route", ["tokens", "completions"])
+def test_no_most_likely_token_at_a_position_is_refused(route) -> None:
+    """Fewer than k is a small vocabulary; none means that the server was asked in vain."""
+    if route == "tokens":
+        content = [
+            entry(4, -1.0, 1, top_logprobs=[{"token_id": 4, "logprob": -1.0}]),
+            entry(5, -1.0, 1, top_logprobs=[]),
+        ]
+        with pytest.raises(ServerError, match="none of the most likely tokens at position 1"):
+            parse_tokens_reply(tokens_reply(content), [1], SAMPLING)
+    else:
+        logprobs = {"token_logprobs": [-0.5, -7.0], "top_logprobs": [{"token_id:10": -0.5}, {}]}
+        choice = {"index": 0, "text": "", "token_ids": [10, 99], "logprobs": logprobs, "finish_reason": "length"}
+        with pytest.raises(ServerError, match="none of the most likely tokens at position 1"):
+            parse_completions_reply(json.dumps({"choices": [choice]}).encode(), [1], SAMPLING)
