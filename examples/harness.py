@@ -10,7 +10,7 @@ one that is not async by a plain `def run_harness`. In a run's YAML, `loop: exam
 
 What the proxy does with a request: temperature, top_p and the like are the run's own (the reply's header
 X-AsyncGRPO-Ignored names what was overruled), stop strings and max_tokens are followed; what the harness would rely on
-and training cannot give (n > 1, logprobs, response_format, a forced tool_choice) is refused with HTTP 400.
+and training cannot give (n > 1, logprobs, response_format) is refused with HTTP 400.
 """
 
 import random

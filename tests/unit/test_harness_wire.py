@@ -40,6 +40,8 @@ def test_a_plain_request() -> None:
         ({"temperature": 0.8, "top_p": 1.0, "seed": 1}, ["top_p", "seed"]),
         ({"frequency_penalty": 0, "presence_penalty": 0.1, "parallel_tool_calls": True}, ["presence_penalty"]),
         ({"parallel_tool_calls": False, "reasoning_effort": "low"}, ["parallel_tool_calls", "reasoning_effort"]),
+        ({"tool_choice": "required"}, ["tool_choice"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, ["tool_choice"]),
         ({"temperature": None, "seed": None, "tool_choice": "auto", "response_format": {"type": "text"}}, []),
     ],
 )
@@ -54,7 +56,6 @@ def test_the_runs_sampling_settings_hold_and_the_request_hears_of_it(fields, ign
         ({"logprobs": True}, "logprobs=true"),
         ({"logit_bias": {"5": 100}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": {}, "messages": []}, "messages"),

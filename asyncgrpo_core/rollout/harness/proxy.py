@@ -129,8 +129,7 @@ class OpenAIProxy:
         self._warned.update(new)
         if new:
             logger.warning(
-                "the harness sends %s: the run's own sampling settings hold (the importance ratio is theirs); set them "
-                "in the config instead",
+                "the harness sends %s, which the run overrules: the importance ratio is that of its own sampling settings",
                 ", ".join(new),
             )
 

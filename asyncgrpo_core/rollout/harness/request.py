@@ -104,7 +104,6 @@ _REFUSED: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda value: value is None or (isinstance(value, dict) and value.get("type") == "text"),
         "the policy is not constrained while it samples; ask for the format in the prompt",
     ),
-    ("tool_choice", _none_or("auto", "none"), "the policy is not constrained while it samples; use auto or none"),
     ("functions", _none_or([]), "send tools instead"),
     ("function_call", _none_or("auto", "none"), "send tools instead"),
 ]
@@ -123,7 +122,9 @@ def _ignored(body: dict[str, Any], sampling: SamplingSettings) -> list[str]:
         "parallel_tool_calls": True,
     }
     names = [name for name, value in own.items() if body.get(name) is not None and body[name] != value]
-    return names + [name for name in ("seed", "reasoning_effort") if body.get(name) is not None]
+    names += [name for name in ("seed", "reasoning_effort") if body.get(name) is not None]
+    # "required" or a named tool: frameworks send it by default, and cope with a reply that calls nothing
+    return names if body.get("tool_choice") in (None, "auto", "none") else [*names, "tool_choice"]
 
 
 def _stop_strings(stop: Any) -> list[str]:
