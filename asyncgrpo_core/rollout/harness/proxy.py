@@ -129,7 +129,7 @@ class OpenAIProxy:
         self._warned.update(new)
         if new:
             logger.warning(
-                "the harness sends %s, which the run overrules: the importance ratio is that of its own sampling settings",
+                "the harness sends %s, which the run overrules: the importance ratio is that of its own settings",
                 ", ".join(new),
             )
 
