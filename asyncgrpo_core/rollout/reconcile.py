@@ -1,7 +1,8 @@
 """Turns -> training sequences (reference, 'Multi-turn rollouts').
 
-A turn whose prompt starts with the tokens held so far is appended to the same sequence; any other turn starts a new
-one. Every generated token that is trained on ends up in exactly one sequence. Flat numpy arrays, no per-token objects.
+A turn whose prompt starts with the tokens of a sequence held so far is appended to it; any other turn starts a new one.
+All of a rollout's sequences stay open, because an agent framework may hold several conversations at once. Every
+generated token that is trained on ends up in exactly one sequence. Flat numpy arrays, no per-token objects.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from asyncgrpo_core.types import TopLogprobs, TrainingSequence, TurnRecord
 class Reconciled:
     """The sequences of one rollout, and how its turn transitions went.
 
-    `drift_tokens` has one entry per transition: held tokens that a fork rendered anew (0 where it did not fork).
+    `drift_tokens` has one entry per transition: held tokens that a fork rendered anew (0 where it did not fork), of the
+    sequence that shares most with the turn's prompt.
     """
 
     sequences: list[TrainingSequence]
@@ -48,23 +50,31 @@ def reconcile(turns: list[TurnRecord], model_version: int, *, want_top: bool) ->
             lists differ in length.
     """
     result = Reconciled(sequences=[])
-    held: _Held | None = None
+    held: list[_Held] = []
     for number, turn in enumerate(turns):
         check_turn(turn, number, want_top)
-        if held is not None:
-            result.transitions += 1
-            if _starts_with(turn.prompt_ids, held.ids):
-                held.pieces.append((len(turn.prompt_ids), turn))
-                held.ids = turn.prompt_ids + turn.output_ids
-                result.drift_tokens.append(0)
-                continue
+        result.transitions += number > 0
+        ids = turn.prompt_ids + turn.output_ids
+        continued = max(
+            (h for h in held if _starts_with(turn.prompt_ids, h.ids)), key=lambda h: len(h.ids), default=None
+        )
+        if continued is not None:
+            continued.pieces.append((len(turn.prompt_ids), turn))
+            continued.ids = ids
+            result.drift_tokens.append(0)
+            continue
+        if held:
             result.forks += 1
-            result.drift_tokens.append(len(held.ids) - _common_prefix(turn.prompt_ids, held.ids))
-            _close(held, model_version, want_top, result.sequences)
-        held = _Held(turn.prompt_ids + turn.output_ids, [(len(turn.prompt_ids), turn)])
-    if held is not None:
-        _close(held, model_version, want_top, result.sequences)
+            result.drift_tokens.append(_drift(turn.prompt_ids, held))
+        held.append(_Held(ids, [(len(turn.prompt_ids), turn)]))
+    for sequence in held:
+        _close(sequence, model_version, want_top, result.sequences)
     return result
+
+
+def _drift(prompt_ids: list[int], held: list[_Held]) -> int:
+    common, _, tokens = max((_common_prefix(prompt_ids, h.ids), i, len(h.ids)) for i, h in enumerate(held))
+    return tokens - common
 
 
 def check_turn(turn: TurnRecord, number: int, want_top: bool) -> None:
@@ -99,7 +109,14 @@ def _starts_with(ids: list[int], prefix: list[int]) -> bool:
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))  # a and b agree up to low, and differ before high + 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _close(held: _Held, model_version: int, want_top: bool, out: list[TrainingSequence]) -> None:

@@ -139,3 +139,30 @@ def test_every_generated_token_is_trained_exactly_once(script) -> None:
     generated = Counter((t, lp) for one in turns for t, lp in zip(one.output_ids, one.output_log_probs, strict=True))
     assert trained == generated
     assert len(done.drift_tokens) == done.transitions == len(turns) - 1
+
+
+def test_conversations_that_go_on_in_turns_are_one_sequence_each() -> None:
+    """F185: two sub-agents that take turns, as a harness' parallel requests come in."""
+    turns = [
+        turn([1, 2], [3]),
+        turn([1, 7], [8]),
+        turn([1, 2, 3, 4], [5]),
+        turn([1, 7, 8, 9], [6]),
+        turn([1, 2, 3, 4, 5, 0], [5]),
+        turn([1, 7, 5], [2]),
+    ]
+    done = reconcile(turns, 0, want_top=False)
+    assert [s.token_ids.tolist() for s in done.sequences] == [
+        [1, 2, 3, 4, 5, 0, 5],
+        [1, 7, 8, 9, 6],
+        [1, 7, 5, 2],
+    ]
+    assert [s.num_trained for s in done.sequences] == [3, 2, 1]
+    # the second conversation shares 1 of [1, 2, 3], the third 2 of [1, 7, 8, 9, 6]
+    assert (done.transitions, done.forks, done.drift_tokens) == (5, 2, [2, 0, 0, 0, 3])
+
+
+def test_the_longest_of_two_held_sequences_is_continued() -> None:
+    """Two answers to one prompt, the second of which begins like the first."""
+    done = reconcile([turn([1], [2]), turn([1], [2, 3]), turn([1, 2, 3, 4], [5])], 0, want_top=False)
+    assert [s.token_ids.tolist() for s in done.sequences] == [[1, 2], [1, 2, 3, 4, 5]]
