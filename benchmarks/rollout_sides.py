@@ -38,7 +38,10 @@ class Side(Protocol):
     pid: int
 
     def take(self) -> int:
-        """Generated tokens of the samples that arrived since the last call; waits a little when there are none."""
+        """Take some of what has arrived: its generated tokens, 0 when nothing has."""
+
+    def pending(self) -> int:
+        """What has arrived and was not taken, in samples or groups."""
 
     def stop(self) -> None: ...
 
@@ -69,14 +72,13 @@ class Trl:
     def take(self) -> int:
         self._worker.check_health(600.0)
         with contextlib.suppress(queue.Empty):  # the trainer reads them, too
-            while True:
-                self._worker.metrics_queue.get_nowait()
-        tokens = 0
+            self._worker.metrics_queue.get_nowait()
         with contextlib.suppress(queue.Empty):
-            tokens += int(self._worker.rollout_buffer.get(timeout=0.005).completion_mask.sum())
-            while True:
-                tokens += int(self._worker.rollout_buffer.get_nowait().completion_mask.sum())
-        return tokens
+            return int(self._worker.rollout_buffer.get_nowait().completion_mask.sum())
+        return 0
+
+    def pending(self) -> int:
+        return self._worker.rollout_buffer.qsize()
 
     def stop(self) -> None:
         self._worker.stop()
@@ -111,12 +113,13 @@ class Ours:
 
     def take(self) -> int:
         self._worker.check()
-        records = self._buffer.take(64)
-        if not records:
-            time.sleep(0.005)
+        records = self._buffer.take(16)
         failed = [record.error for record in records if record.outcome == "failed"]
         assert not failed, failed
         return sum(sample.sequence.num_trained for record in records for sample in record.samples)
+
+    def pending(self) -> int:
+        return len(self._buffer.pending_files())
 
     def stop(self) -> None:
         self._worker.stop()
@@ -130,13 +133,19 @@ def _profiled_loop() -> type:
 
 
 def consume(side: Side, answer: Callable[[str], None]) -> None:
-    """Take samples until stdin ends; answer each of its lines with the tokens taken so far."""
-    taken, finished, failure = [0], threading.Event(), []
+    """Take samples until stdin ends; answer each of its lines with the tokens taken and what waits to be taken."""
+    taken, finished, lock = 0, threading.Event(), threading.Lock()
+    failure: list[BaseException] = []
 
     def take() -> None:
+        nonlocal taken
         try:
             while not finished.is_set():
-                taken[0] += side.take()
+                with lock:
+                    tokens = side.take()
+                    taken += tokens
+                if tokens == 0:
+                    time.sleep(0.005)
         except BaseException as error:
             failure.append(error)
 
@@ -145,7 +154,8 @@ def consume(side: Side, answer: Callable[[str], None]) -> None:
     for _ in sys.stdin:
         if failure:
             break
-        answer(json.dumps({"tokens": taken[0]}))
+        with lock:
+            answer(json.dumps({"tokens": taken, "pending": side.pending()}))
     finished.set()
     thread.join()
     if failure:

@@ -105,13 +105,17 @@ class Running:
     windows: list[Window] = field(default_factory=list)
 
     def tokens(self) -> int:
+        """Generated tokens of the samples that the consumer has taken."""
+        return self._ask()["tokens"]
+
+    def _ask(self) -> dict[str, int]:
         assert self.process.stdin is not None and self.process.stdout is not None
         if not self.worker.is_running() or self.worker.status() == psutil.STATUS_ZOMBIE:
             raise self.ended("its worker is gone")
         try:
             self.process.stdin.write("\n")
             self.process.stdin.flush()
-            return json.loads(self.process.stdout.readline())["tokens"]
+            return json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
             raise self.ended("it ended") from None
 
@@ -129,12 +133,12 @@ class Running:
         """Stop the worker, let the consumer take what has arrived, stop it too; the tokens taken so far."""
         for process in self._processes():
             process.send_signal(signal.SIGSTOP)
-        taken, same = self.tokens(), 0
+        taken, same = -1, 0
         while same < 3:
             time.sleep(0.05)
-            now = self.tokens()
-            same = same + 1 if now == taken else 0
-            taken = now
+            now = self._ask()
+            same = same + 1 if now["tokens"] == taken and now["pending"] == 0 else 0
+            taken = now["tokens"]
         self.process.send_signal(signal.SIGSTOP)
         return taken
 
