@@ -10,7 +10,6 @@ from typing import Any
 from asyncgrpo_core.rollout.admission import RolloutGate
 from asyncgrpo_core.rollout.load_control import POLL_EVERY_S, ConcurrencyCap
 from asyncgrpo_core.server.fleet import ServerFleet
-from asyncgrpo_core.server.generation import GenerationClient
 from asyncgrpo_core.server.load import LoadSample
 
 REPORT_EVERY_S = 1.0
@@ -22,10 +21,8 @@ class LoadWatch:
     Over several servers the metrics keep their reductions over engines: usage is the largest, the others are sums.
     """
 
-    def __init__(
-        self, client: ServerFleet | GenerationClient, cap: ConcurrencyCap, gate: RolloutGate, outbox: Any
-    ) -> None:
-        self._fleet = fleet = client if isinstance(client, ServerFleet) else ServerFleet.of(client)
+    def __init__(self, fleet: ServerFleet, cap: ConcurrencyCap, gate: RolloutGate, outbox: Any) -> None:
+        self._fleet = fleet
         self._cap = cap
         self._gate = gate
         self._outbox = outbox

@@ -58,6 +58,7 @@ def evaluate_heldout(
     tools: list[Callable[..., Any]] | None = None,
     environment_factory: Any | None = None,
     run_settings: dict[str, Any] | None = None,
+    server_versions: Sequence[int] | None = None,
 ) -> HeldoutResult:
     """Sample one rollout per row and score it.
 
@@ -92,6 +93,7 @@ def evaluate_heldout(
         run_settings=run_settings,
     )
     loop.seed = seed
+    loop.server_versions = server_versions
     loop.sampling = replace(loop.sampling, num_logprobs=0)  # nothing is trained on
     return asyncio.run(_evaluate(loop, list(rows), max_in_flight))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from asyncgrpo_core.rollout.sampling import fitted, sampling_settings
 from asyncgrpo_core.rollout.threads import CallThreads
 from asyncgrpo_core.rollout.tool_loop import converse
 from asyncgrpo_core.rollout.tools import FailureWatch, ToolBox, check_tools, tool_schema
-from asyncgrpo_core.server.generation import GenerationClient
+from asyncgrpo_core.server.fleet import ServerFleet
 from asyncgrpo_core.types import Rollout, RolloutGroup, TurnRecord
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,9 @@ class AsyncRolloutLoop:
         self.seed = config.seed
         self.sampling = sampling_settings(config, self.eos_token_ids)
         self.max_model_len: int | None = self.run_settings.get("max_model_len")
-        self.client: GenerationClient | None = None
+        self.servers: ServerFleet | None = None
+        # What each server holds, written by the trainer; None where nobody says: then all hold `model_version_value`.
+        self.server_versions: Sequence[int] | None = None
         self.tools_on = bool(self.tools) or (environment_factory is not None and offers_tools(environment_factory))
         check_tools(self.tools)
         self.chat = ChatFormat(
@@ -172,14 +174,14 @@ class AsyncRolloutLoop:
     async def generate_one_turn(self, prompt_ids: list[int]) -> TurnRecord:
         """Sample one reply from the vLLM server with the config's sampling settings.
 
-        Each request has its own seed (`context.request_seed`) and carries the policy version as cache salt.
+        Each request has its own seed (`context.request_seed`) and carries its server's policy version as cache salt.
 
         Raises:
             RequestRejectedError: the server refused the request; the run stops with the server's text.
             ServerError: the server did not answer after all retries; the group fails and may be generated again.
         """
         context = current_rollout.get(None)
-        if context is None or self.client is None:
+        if context is None or self.servers is None:
             raise RolloutError(
                 "generate_one_turn was called outside of generate_one.", "Call it from generate_one only."
             )
@@ -190,8 +192,8 @@ class AsyncRolloutLoop:
             seed = request_seed(self.seed, context.slot, context.generation, context.index, turn_index)
         self.in_flight_value.value += 1
         try:
-            turn = await self.client.generate(
-                prompt_ids, sampling, seed, f"{self._salt}-{self.model_version_value.value}"
+            turn = await self.servers.generate(
+                prompt_ids, sampling, seed, self._salt, affinity=context.group_id, member=context.index
             )
         finally:
             self.in_flight_value.value -= 1
@@ -245,9 +247,9 @@ class AsyncRolloutLoop:
         """
         pipeline = None
         try:
-            client = await self.connect()
+            servers = await self.connect()
             await self.prepare()
-            pipeline = GroupPipeline(self, client, should_stop)
+            pipeline = GroupPipeline(self, servers, should_stop)
             if on_ready is not None:
                 on_ready()
             await pipeline.run()
@@ -278,12 +280,14 @@ class AsyncRolloutLoop:
         if state is not None:
             self.load_state_dict(state)
 
-    async def connect(self) -> GenerationClient:
-        """Open the client and ask the server for what `run_settings` does not say."""
+    async def connect(self) -> ServerFleet:
+        """Open `self.servers` and ask them for what `run_settings` does not say."""
         known = self.run_settings
-        client = self.client = GenerationClient(
+        servers = self.servers = ServerFleet(
             self.config.vllm_server_base_url,
             self.lora_name or self.model_name,
+            versions=self.server_versions,
+            version=lambda: self.model_version_value.value,
             use_token_route=bool(known.get("use_token_route")),
             timeout_s=self.config.vllm_server_timeout,
             # the others are /metrics polls, which must get through while every rollout holds a connection
@@ -293,11 +297,11 @@ class AsyncRolloutLoop:
             api_key=known.get("api_key"),
         )
         if not {"use_token_route", "max_model_len", "max_logprobs"} <= known.keys():
-            facts = await client.facts()
-            client.use_token_route = known.get("use_token_route", facts.token_route)
-            client.max_logprobs = known.get("max_logprobs", facts.max_logprobs)
+            facts = await servers.facts()
+            servers.use_token_route = known.get("use_token_route", facts.token_route)
+            servers.max_logprobs = known.get("max_logprobs", facts.max_logprobs)
             self.max_model_len = known.get("max_model_len", facts.max_model_len)
-        return client
+        return servers
 
     async def release(self) -> None:
         """The `close` hook, then the connections."""
@@ -305,8 +309,8 @@ class AsyncRolloutLoop:
             await self.close()
         except Exception:  # must not hide the error that stopped the loop, nor keep the session open
             logger.exception("close() of the rollout loop failed")
-        if self.client is not None:
-            await self.client.close()
+        if self.servers is not None:
+            await self.servers.close()
 
     def _on_retry(self, reason: str) -> None:
         logger.warning("a generation request is sent again: %s", reason)

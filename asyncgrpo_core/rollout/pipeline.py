@@ -33,7 +33,8 @@ from asyncgrpo_core.rollout.prompts import open_prompts
 from asyncgrpo_core.rollout.reward_counts import RewardCounts
 from asyncgrpo_core.rollout.scoring import GroupScorer, RewardTimeoutError
 from asyncgrpo_core.rollout.tools import FailureWatch
-from asyncgrpo_core.server.generation import GenerationClient, RequestRejectedError, ServerUnavailableError
+from asyncgrpo_core.server.fleet import ServerFleet
+from asyncgrpo_core.server.generation import RequestRejectedError, ServerUnavailableError
 from asyncgrpo_core.types import GroupRecord, RolloutGroup, Slot
 
 if TYPE_CHECKING:
@@ -68,9 +69,10 @@ class _Origin:
 class GroupPipeline:
     """One run of a loop; see the module's picture."""
 
-    def __init__(self, loop: AsyncRolloutLoop, client: GenerationClient, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, loop: AsyncRolloutLoop, fleet: ServerFleet, should_stop: Callable[[], bool]) -> None:
         config = loop.config
         self._loop = loop
+        self._fleet = fleet
         self._should_stop = should_stop
         prompts = open_prompts(
             loop.dataset,
@@ -86,7 +88,7 @@ class GroupPipeline:
             needs_prompt=loop.environments is None,
         )
         self._admission = TokenAdmission(loop.token_allowance.value)
-        self._cap = ConcurrencyCap(config.max_concurrent_rollouts, loop.max_model_len)
+        self._cap = ConcurrencyCap(config.max_concurrent_rollouts, loop.max_model_len, fleet.num_servers)
         self._gate = RolloutGate(config.max_concurrent_rollouts)
         self._scorer = GroupScorer(
             loop.reward_funcs, timeout_s=config.reward_timeout, environments=loop.environment_classes
@@ -109,7 +111,7 @@ class GroupPipeline:
         self._changed = asyncio.Event()
         self._last_put = time.monotonic()
         self._last_state = 0.0
-        self._load_watch = LoadWatch(client, self._cap, self._gate, loop.metrics_queue)
+        self._load_watch = LoadWatch(fleet, self._cap, self._gate, loop.metrics_queue)
         self._reporter = Reporter(
             loop.metrics_queue,
             lambda: loop.generated_tokens_value.value,
@@ -222,6 +224,7 @@ class GroupPipeline:
         finally:
             await _cancel(tasks)
             self._open_rollouts -= origin.open_rollouts
+            self._fleet.forget(origin.group_id)
         self._watch.record("The server's replies", None)
         group = make_group(row, rollouts, origin.version or 0, origin.group_id, origin.slot.row)
         finished = FinishedGroup(origin.slot, origin.generation, group, rollouts)
@@ -244,7 +247,7 @@ class GroupPipeline:
             rollout = await run_rollout(loop, context, origin.version, want_top=loop.config.score_centering)
         origin.open_rollouts -= 1
         self._open_rollouts -= 1
-        self._cap.rollout_finished()
+        self._cap.rollout_finished(self._fleet.server_of(origin.group_id, index))
         self._last_answer = time.monotonic()
         self._changed.set()
         return rollout
@@ -268,7 +271,7 @@ class GroupPipeline:
         silent_s = time.monotonic() - self._last_answer
         if silent_s > _SILENT_SERVER_S:
             raise RolloutError(
-                f"The vLLM server at {self._loop.config.vllm_server_base_url} has answered no group for "
+                f"The vLLM server at {self._fleet.base_url} has answered no group for "
                 f"{silent_s:.0f} s; the last error was: {error}",
                 "Look at the server's log and restart it.",
             )

@@ -90,13 +90,6 @@ class ServerFleet:
         self._moved: set[asyncio.Task[TurnRecord]] = set()
         self._watchers: list[asyncio.Task[None]] = []
 
-    @classmethod
-    def of(cls, client: GenerationClient) -> ServerFleet:
-        """A fleet of one existing client."""
-        fleet = cls(client.base_url, client.model_name, use_token_route=client.use_token_route)
-        fleet.clients = [client]
-        return fleet
-
     @property
     def num_servers(self) -> int:
         return len(self.clients)

@@ -275,7 +275,10 @@ class Pipeline:
     def rollout_setup(self) -> dict[str, Any]:
         """How the rollout worker generates, for the held-out evaluation: keyword arguments of `evaluate_heldout`."""
         names = ("loop_cls", "processing_class", "eos_token_ids", "tools", "environment_factory")
-        return {name: self.worker_arguments[name] for name in names} | {"run_settings": self.worker_settings}
+        return {name: self.worker_arguments[name] for name in names} | {
+            "run_settings": self.worker_settings,
+            "server_versions": self.publisher.versions if self.publisher is not None else None,
+        }
 
     def ledger_counts(self) -> dict[str, Any] | None:
         """The `ledger` block of run_summary.json; at most a moment old, exact once the pipeline has stopped."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from asyncgrpo_core import AsyncGRPOConfig, AsyncGRPOTrainer
-from asyncgrpo_core.errors import RewardError, ServerError, ServerMismatchError
+from asyncgrpo_core import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutLoop
+from asyncgrpo_core.errors import ConfigError, RewardError, ServerError, ServerMismatchError
 from asyncgrpo_core.manifest import newest_checkpoint
+from asyncgrpo_core.training.checkpoint import load_rollout_state
 from asyncgrpo_core.training.run_context import RunContext
 
 
@@ -36,7 +39,19 @@ def dataset(n=64):
 
 
 def trainer(
-    server, run_dir: Path, *, reward=digit_reward, callbacks=None, rows=64, name=None, peft_config=None, **kwargs
+    server,
+    run_dir: Path,
+    *,
+    reward=digit_reward,
+    callbacks=None,
+    rows=64,
+    data="numbers",
+    name=None,
+    peft_config=None,
+    environment_factory=None,
+    trainer_cls=AsyncGRPOTrainer,
+    config_cls=AsyncGRPOConfig,
+    **kwargs,
 ):
     settings = {
         "max_steps": 4,
@@ -49,13 +64,14 @@ def trainer(
         "vllm_server_timeout": 60.0,
         "disable_tqdm": True,
     } | kwargs
-    return AsyncGRPOTrainer(
+    return trainer_cls(
         model=server.model_path,
         reward_funcs=reward,
-        args=AsyncGRPOConfig(output_dir=str(run_dir / "checkpoints"), vllm_server_base_url=server.base_url, **settings),
-        train_dataset=dataset(rows),
+        args=config_cls(output_dir=str(run_dir / "checkpoints"), vllm_server_base_url=server.base_url, **settings),
+        train_dataset=dataset(rows) if data else None,
         callbacks=callbacks,
         peft_config=peft_config,
+        environment_factory=environment_factory,
         run=RunContext(run_dir=run_dir, served_model_name=name or server.served_model_name),
     )
 
@@ -204,3 +220,88 @@ def test_f001_an_unreachable_server_is_named(vllm_server, tmp_path):
     made.args.vllm_server_base_url = "http://127.0.0.1:9"
     with pytest.raises(ServerError, match=r"127\.0\.0\.1:9"):
         made.train()
+
+
+class CurriculumRolloutLoop(AsyncRolloutLoop):
+    """The reference's example, in our words: prompts that the policy solves are not sampled again."""
+
+    def filter_prompt(self, row_index, row, epoch):
+        return self.pass_rates.get(row_index, 0.0) < self.config.pass_rate_cap
+
+    async def setup(self):
+        self.pass_rates = {}
+
+    def compute_advantages(self, group):
+        scored = group.rewards[~np.isnan(group.rewards)]
+        if len(scored):
+            self.pass_rates[group.row_index] = float(np.mean(scored > 0))
+        return super().compute_advantages(group)
+
+    def state_dict(self):
+        return {str(row): rate for row, rate in self.pass_rates.items()}
+
+    def load_state_dict(self, state):
+        self.pass_rates = {int(row): rate for row, rate in state.items()}
+
+
+@dataclass
+class CurriculumConfig(AsyncGRPOConfig):
+    pass_rate_cap: float = 0.9
+
+
+class CurriculumTrainer(AsyncGRPOTrainer):
+    loop_cls = CurriculumRolloutLoop
+
+
+def even_rows_are_hard(prompts, completions, **kwargs):
+    """Positive (solved) for odd numbers, negative for even ones, different within nearly every group."""
+    odd = int(prompts[0][-1]["content"].split()[2]) % 2
+    return [share if odd else share - 2.0 for share in digit_reward(completions)]
+
+
+def test_f155_f163_the_curriculum_example_trains_and_its_state_is_in_the_checkpoint(vllm_server, tmp_path):
+    """Almost every reply has a digit, so nearly all odd rows are solved by their first group."""
+    made = trainer(
+        vllm_server,
+        tmp_path,
+        trainer_cls=CurriculumTrainer,
+        config_cls=CurriculumConfig,
+        reward=even_rows_are_hard,
+        rows=12,
+        max_steps=-1,
+        num_train_epochs=2.0,
+        save_steps=1,
+    )
+    made.train()
+    ledger = made.summary()["ledger"]
+    assert ledger["filtered"] > 0 and ledger["lost"] == 0
+    state, _ = load_rollout_state(newest_checkpoint(tmp_path / "checkpoints"))
+    assert state.loop_state and set(state.loop_state) <= {str(row) for row in range(12)}
+
+
+class AskEnv:
+    """Owns its data: makes a task on every reset and scores by itself, without looking at the text."""
+
+    made = 0
+
+    def reset(self, **kwargs):
+        AskEnv.made += 1
+        self.number = AskEnv.made
+        return f"What is {self.number % 90} plus 1?"
+
+    def get_reward(self):
+        return float(self.number % 2)
+
+
+def test_f178_f168_an_environment_without_a_dataset_trains_and_resumes(vllm_server, tmp_path):
+    settings = {"reward": None, "environment_factory": AskEnv, "data": None, "save_steps": 2}
+    with pytest.raises(ConfigError, match="max_steps"):
+        trainer(vllm_server, tmp_path, max_steps=-1, **settings)
+    trainer(vllm_server, tmp_path, max_steps=2, **settings).train()
+    resumed = trainer(vllm_server, tmp_path, max_steps=4, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    summary = resumed.summary()
+    assert summary["global_step"] == 4
+    assert summary["ledger"]["lost"] == 0 and summary["ledger"]["trained_twice"] == 0
+    logs = [entry for entry in resumed.state.log_history if "rewards/AskEnv/mean" in entry]
+    assert logs and 0 < logs[-1]["rewards/AskEnv/mean"] < 1 and logs[-1]["env/reset_s"] >= 0

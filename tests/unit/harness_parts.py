@@ -159,8 +159,8 @@ async def ready(
     loop.failure_grace_s = 0.5
     try:
         await loop.connect()
-        assert loop.client is not None
-        loop.client.max_retries = 0
+        assert loop.servers is not None
+        loop.servers.max_retries = 0
         await loop.prepare()
         yield loop
     finally:

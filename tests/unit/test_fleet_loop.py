@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncgrpo_core.rollout import pipeline
-from asyncgrpo_core.rollout.context import current_rollout, request_seed
-from asyncgrpo_core.rollout.load_control import ConcurrencyCap
 from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.server import fleet as fleet_module
 from asyncgrpo_core.server.fleet import ServerFleet
@@ -21,31 +18,12 @@ from tests.unit.rollout_run import LoopRun, loop_run
 
 
 class FleetLoop(AsyncRolloutLoop):
-    """The loop with a fleet in place of one client; `urls` and `versions` are set by the test."""
-
-    urls: list[str]
-    versions: list[int]
+    """Waits milliseconds, not seconds, before it sends a request again."""
 
     async def connect(self) -> ServerFleet:
-        self.client = ServerFleet(
-            self.urls,
-            self.model_name,
-            versions=self.versions,
-            use_token_route=True,
-            timeout_s=self.config.vllm_server_timeout,
-            max_connections=self.config.max_concurrent_rollouts + 4,
-            backoff_s=0.01,
-            on_retry=self._on_retry,
-        )
-        self.max_model_len = (await self.client.facts()).max_model_len
-        return self.client
-
-    async def generate_one_turn(self, prompt_ids: list[int]) -> TurnRecord:
-        context = current_rollout.get()
-        seed = request_seed(self.seed, context.slot, context.generation, context.index, context.next_turn())
-        return await self.client.generate(
-            prompt_ids, self.sampling, seed, self._salt, affinity=context.group_id, member=context.index
-        )
+        servers = await super().connect()
+        servers.backoff_s = 0.01
+        return servers
 
 
 class TwoTurns(FleetLoop):
@@ -71,18 +49,15 @@ class TwoTurns(FleetLoop):
 
 @pytest.fixture(autouse=True)
 def two_servers(monkeypatch) -> None:
-    monkeypatch.setattr(
-        pipeline, "ConcurrencyCap", lambda ceiling, length, servers=2: ConcurrencyCap(ceiling, length, 2)
-    )
     monkeypatch.setattr(fleet_module, "_TICK_S", 0.01)
     monkeypatch.setattr(fleet_module, "_CHECK_EVERY_S", 0.02)
     monkeypatch.setattr(fleet_module, "_HEALTH_TIMEOUT_S", 0.2)
 
 
 def run_over(*servers: FakeVLLM, folder, loop_cls=FleetLoop, **more) -> LoopRun:
-    run = loop_run(servers[0], folder, loop_cls=loop_cls, **more)
-    run.loop.urls = [server.base_url for server in servers]
-    run.loop.versions = [0] * len(servers)
+    urls = [server.base_url for server in servers]
+    run = loop_run(servers[0], folder, loop_cls=loop_cls, vllm_server_base_url=urls, **more)
+    run.loop.server_versions = [0] * len(servers)
     return run
 
 
@@ -155,13 +130,13 @@ async def test_groups_during_a_rolling_sync_and_after_a_missed_one(tmp_path) -> 
         task = asyncio.create_task(run.until(lambda: any(r.model_version == 2 for r in run.ended())))
         while len(one.requests) < 10 or len(two.requests) < 10:
             await asyncio.sleep(0.002)
-        one.version, run.loop.versions[0] = "1", 1
+        one.version, run.loop.server_versions[0] = "1", 1
         await asyncio.sleep(0.05)
-        two.version, run.loop.versions[1], run.version.value = "1", 1, 1
+        two.version, run.loop.server_versions[1], run.version.value = "1", 1, 1
         await asyncio.sleep(0.05)
-        run.loop.versions[0] = LEFT_OUT  # a sync fails there, half of the weights are in
+        run.loop.server_versions[0] = LEFT_OUT  # a sync fails there, half of the weights are in
         one.version, count = "666", len(one.requests)
-        two.version, run.loop.versions[1], run.version.value = "2", 2, 2
+        two.version, run.loop.server_versions[1], run.version.value = "2", 2, 2
         await task
         assert len(one.requests) <= count + 16
     check_nothing_lost_or_doubled(run)

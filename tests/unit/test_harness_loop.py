@@ -147,9 +147,9 @@ async def test_an_engine_error_fails_the_group_and_the_run_goes_on(tmp_path) -> 
     async with scripted(digits, fail=lambda n: 500 if n == 1 else None) as server:
         run = agent_run(server, tmp_path, Swallowing, reward_funcs=[digit_reward])
         task = asyncio.create_task(run.until(lambda: {"failed", "scored"} <= {r.outcome for r in run.ended()}))
-        while run.loop.client is None:
+        while run.loop.servers is None:
             await asyncio.sleep(0)
-        run.loop.client.max_retries = 0
+        run.loop.servers.max_retries = 0
         await task
     (failed,) = [record for record in run.ended() if record.outcome == "failed"]
     assert "fake failure 500" in failed.error and not failed.samples

@@ -57,7 +57,7 @@ class ImpatientLoop(AsyncRolloutLoop):
             def __init__(self, *args, **kwargs) -> None:
                 super().__init__(*args, **{**kwargs, "max_retries": 1, "backoff_s": 0.01})
 
-        import asyncgrpo_core.rollout.loop as loop_module
+        import asyncgrpo_core.server.fleet as fleet_module
 
-        loop_module.GenerationClient = Client
+        fleet_module.GenerationClient = Client
         return await super().connect()
