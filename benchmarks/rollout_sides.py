@@ -78,7 +78,7 @@ class Trl:
         return 0
 
     def pending(self) -> int:
-        return self._worker.rollout_buffer.qsize()
+        return int(not self._worker.rollout_buffer.empty())  # also when half a sample is in the pipe
 
     def stop(self) -> None:
         self._worker.stop()
@@ -141,8 +141,8 @@ def consume(side: Side, answer: Callable[[str], None]) -> None:
         nonlocal taken
         try:
             while not finished.is_set():
+                tokens = side.take()  # may block: a frozen worker may have written half a sample
                 with lock:
-                    tokens = side.take()
                     taken += tokens
                 if tokens == 0:
                     time.sleep(0.005)

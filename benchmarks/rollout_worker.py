@@ -133,11 +133,11 @@ class Running:
         """Stop the worker, let the consumer take what has arrived, stop it too; the tokens taken so far."""
         for process in self._processes():
             process.send_signal(signal.SIGSTOP)
-        taken, same = -1, 0
-        while same < 3:
+        taken, same, now = -1, 0, {"pending": 1}
+        while same < 3 or (now["pending"] and same < 30):  # half a sample stays pending
             time.sleep(0.05)
             now = self._ask()
-            same = same + 1 if now["tokens"] == taken and now["pending"] == 0 else 0
+            same = same + 1 if now["tokens"] == taken else 0
             taken = now["tokens"]
         self.process.send_signal(signal.SIGSTOP)
         return taken
