@@ -171,7 +171,7 @@ class GroupPipeline:
             if not self._admission.may_start():
                 if waited_from is None and not self._admission.probing:
                     waited_from = time.monotonic()
-            elif self._open_rollouts < self._gate.limit:
+            elif self._open_rollouts < self._gate.limit and not self._score_queue.full():
                 break
             self._changed.clear()
             # not asyncio.wait_for: in Python 3.11 it swallows a cancellation that meets the event being set

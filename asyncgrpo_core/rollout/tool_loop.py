@@ -68,8 +68,7 @@ async def _answer(
 ) -> list[CallOutcome]:
     """Append the reply and the results of its calls to `messages`; no outcome means that the rollout has ended."""
     if not loop.tools_on:
-        text = loop.tokenizer.decode(turn.output_ids, skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": loop.chat.plain_text(turn.output_ids)})
         return []
     reply = loop.chat.parse(turn.prompt_ids, turn.output_ids, schemas)
     messages.append(reply.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -90,6 +91,10 @@ def worker_main(payload: bytes, shared: SharedValues, buffer_dir: str, trainer_p
             loop.config.vllm_server_base_url,
             loop.config.max_concurrent_rollouts,
         )
+        # What the imports made stays for ever; without this every full collection walks through all of it again.
+        gc.collect()
+        gc.freeze()
+        sys.setswitchinterval(0.0005)  # a reward thread must not wait 5 ms for each turn beside a busy event loop
         asyncio.run(loop.run(lambda: bool(shared.stop.value), lambda: setattr(shared.ready, "value", 1)))
         logger.info("Stopped after %d generated tokens.", shared.generated_tokens.value)
     except BaseException as error:

@@ -51,6 +51,11 @@ class ChatFormat:
         if turn_prompts not in ("render", "append"):
             raise ConfigError(f"turn_prompts={turn_prompts!r} is unknown.", 'Use "render" or "append".')
         self.tokenizer = tokenizer
+        # the Rust tokenizer itself: transformers' wrapping of ids costs as much as the tokens do
+        self._backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
+        if self._backend is not None:
+            self._backend.no_truncation()  # as transformers does before every call
+            self._backend.no_padding()
         self.tools_on = tools_on
         self.template_kwargs = dict(template_kwargs or {})
         self.turn_prompts = turn_prompts
@@ -77,6 +82,11 @@ class ChatFormat:
         """Token ids of the conversation, ready for the assistant's reply."""
         if not self.tools_on:
             extra = {"tools": tools} if tools else {}
+            if self._backend is not None:
+                text = self.tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **extra, **self.template_kwargs
+                )
+                return self.encode(text)
             ids = self.tokenizer.apply_chat_template(
                 messages,
                 add_generation_prompt=True,
@@ -138,6 +148,8 @@ class ChatFormat:
         """Token ids of text with its special tokens. A lone surrogate, as a tool may return, becomes "?"."""
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers raises on it
+        if self._backend is not None:
+            return self._backend.encode(text, add_special_tokens=False).ids
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
@@ -145,6 +157,12 @@ class ChatFormat:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     # replies
+
+    def plain_text(self, ids: list[int]) -> str:
+        """Text of token ids without special tokens."""
+        if self._backend is not None and not self.tokenizer.clean_up_tokenization_spaces:
+            return self._backend.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def parse(
         self, prompt_ids: list[int], output_ids: list[int], tools: list[dict[str, Any]] | None = None
@@ -154,7 +172,7 @@ class ChatFormat:
         Without tools the message is the text without special tokens. With tools it also has `raw`, the exact text.
         """
         if self.reader is None:
-            content = self.tokenizer.decode(output_ids, skip_special_tokens=True)
+            content = self.plain_text(output_ids)
             return ParsedReply({"role": "assistant", "content": content})
         ended = bool(output_ids) and output_ids[-1] in self._end_ids
         text = self.decode(output_ids[:-1] if ended else output_ids)
