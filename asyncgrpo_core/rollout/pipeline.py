@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from asyncgrpo_core.errors import AsyncGRPOError, RolloutError, ServerError
 from asyncgrpo_core.rollout.admission import RolloutGate, TokenAdmission
 from asyncgrpo_core.rollout.assemble import FinishedGroup, ended_record, make_group
+from asyncgrpo_core.rollout.cancelling import cancel
 from asyncgrpo_core.rollout.clocks import REPORT_EVERY_S, LoadWatch, Reporter
 from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext
 from asyncgrpo_core.rollout.environments import EnvironmentFailedError
@@ -32,7 +33,7 @@ from asyncgrpo_core.rollout.picker import Picked, PromptPicker
 from asyncgrpo_core.rollout.prompts import open_prompts
 from asyncgrpo_core.rollout.reward_counts import RewardCounts
 from asyncgrpo_core.rollout.scoring import GroupScorer, RewardTimeoutError
-from asyncgrpo_core.rollout.tools import FailureWatch
+from asyncgrpo_core.rollout.streak import FailureStreak
 from asyncgrpo_core.server.fleet import ServerFleet
 from asyncgrpo_core.server.generation import RequestRejectedError, ServerUnavailableError
 from asyncgrpo_core.types import GroupRecord, RolloutGroup, Slot
@@ -45,9 +46,9 @@ logger = logging.getLogger(__name__)
 _WAKE_EVERY_S = 0.02  # the trainer's shared values have no way to wake us
 _HEARTBEAT_EVERY_S = 0.2
 _STATE_EVERY_S = 1.0
-# Groups that failed by a reward's deadline or by replies that make no sense: one now and then is generated again, when
-# it is most of them the run ends.
-_FAILURE_LIMIT, _FAILURE_WINDOW = 0.5, 8
+# Groups that failed by a reward's deadline or by replies that make no sense: one now and then is generated again, so
+# many in a row end the run.
+_FAILED_IN_A_ROW = 8
 # A server that has answered nothing for this long while groups fail is down, not busy.
 _SILENT_SERVER_S = 120.0
 
@@ -91,20 +92,27 @@ class GroupPipeline:
         self._cap = ConcurrencyCap(config.max_concurrent_rollouts, loop.max_model_len, fleet.num_servers)
         self._gate = RolloutGate(config.max_concurrent_rollouts)
         self._scorer = GroupScorer(
-            loop.reward_funcs, timeout_s=config.reward_timeout, environments=loop.environment_classes
+            loop.reward_funcs,
+            num_threads=loop.groups_scored_at_once,
+            timeout_s=config.reward_timeout,
+            environments=loop.environment_classes,
         )
         self._reward_counts = RewardCounts(loop.reward_funcs)
-        self._watch = FailureWatch(
-            _FAILURE_LIMIT,
-            _FAILURE_WINDOW,
-            meaning="No training comes of that.",
-            fix="Make the reward function faster or raise reward_timeout; for replies, see the server's log.",
+        self._replies = FailureStreak(
+            "Reading the server's replies", count=_FAILED_IN_A_ROW, seconds=0.0, fix="Look at the server's log."
+        )
+        self._rewards = FailureStreak(
+            "Scoring",
+            count=_FAILED_IN_A_ROW,
+            seconds=config.reward_timeout,
+            fix="Make the reward function faster, or raise reward_timeout.",
         )
         self._score_queue: asyncio.Queue[FinishedGroup] = asyncio.Queue(loop.score_queue_maxsize)
         self._dispatched: list[tuple[Slot, int]] = []
         self._groups: set[asyncio.Task[None]] = set()
         self._group_error: asyncio.Future[None] | None = None
         self._open_rollouts = 0  # of all groups
+        self._to_score = 0  # groups whose rollouts have finished and that no scorer has taken
         self._next_group_id = 0
         self._last_answer = time.monotonic()
         self._eos = frozenset(loop.eos_token_ids)
@@ -142,7 +150,7 @@ class GroupPipeline:
             if heartbeat not in done:
                 raise RolloutError("A task of the rollout loop ended on its own.", "This is a bug; please report it.")
         finally:
-            await _cancel([*tasks, *self._groups])
+            await cancel([*tasks, *self._groups])
             if not self._group_error.done():
                 self._group_error.cancel()
 
@@ -171,7 +179,7 @@ class GroupPipeline:
             if not self._admission.may_start():
                 if waited_from is None and not self._admission.probing:
                     waited_from = time.monotonic()
-            elif self._open_rollouts < self._gate.limit and not self._score_queue.full():
+            elif self._open_rollouts < self._gate.limit and self._to_score <= self._score_queue.maxsize:
                 break
             self._changed.clear()
             # not asyncio.wait_for: in Python 3.11 it swallows a cancellation that meets the event being set
@@ -214,7 +222,7 @@ class GroupPipeline:
             self._admission.group_failed()
             self._put_failed(origin.slot, origin.generation, origin, error)
             if not isinstance(error, ServerUnavailableError):  # it answered, and not what was asked for
-                self._watch.record("The server's replies", str(error))
+                self._replies.failed(time.monotonic(), str(error))
             self._raise_if_silent(error)
             return
         except EnvironmentFailedError as error:  # how often that may happen is the environments' own watch's business
@@ -222,10 +230,10 @@ class GroupPipeline:
             self._put_failed(origin.slot, origin.generation, origin, error)
             return
         finally:
-            await _cancel(tasks)
+            await cancel(tasks)
             self._open_rollouts -= origin.open_rollouts
             self._fleet.forget(origin.group_id)
-        self._watch.record("The server's replies", None)
+        self._replies.succeeded(time.monotonic())
         group = make_group(row, rollouts, origin.version or 0, origin.group_id, origin.slot.row)
         finished = FinishedGroup(origin.slot, origin.generation, group, rollouts)
         self._admission.group_generated(finished.forwarded_tokens)
@@ -233,6 +241,7 @@ class GroupPipeline:
         finished.events = generation_events(rollouts, self._eos) + agent_events(rollouts, tools=self._loop.tools_on)
         blocked_from = time.monotonic()
         finished.group.queued_at = blocked_from
+        self._to_score += 1
         await self._score_queue.put(finished)
         self._loop.metrics_queue.record("rollout/score_block_s", time.monotonic() - blocked_from)
 
@@ -281,15 +290,16 @@ class GroupPipeline:
     async def _score_loop(self) -> None:
         while True:
             finished = await self._score_queue.get()
+            self._to_score -= 1
             started = time.monotonic()
             try:
                 scores = await self._scorer.score(finished.group)
             except RewardTimeoutError as error:
-                self._watch.record("Scoring", str(error))
                 self._admission.group_ended(0)
                 self._put_failed(finished.slot, finished.generation, finished.group, error)
+                self._rewards.failed(time.monotonic(), str(error))
                 continue
-            self._watch.record("Scoring", None)
+            self._rewards.succeeded(time.monotonic())
             finished.group.rewards = scores.total
             advantages = self._loop.compute_advantages(finished.group)
             record = ended_record(finished, scores, advantages)
@@ -321,23 +331,3 @@ class GroupPipeline:
         self._loop.metrics_queue.extend(self._reward_counts.events())
         if time.monotonic() - self._last_put >= REPORT_EVERY_S:
             self._put(GroupRecord(outcome="report"))
-
-
-async def _cancel(tasks: list[asyncio.Task[Any]], deadline_s: float = 5.0) -> None:
-    """Cancel tasks and wait until they are gone; their errors have been or are being raised elsewhere.
-
-    A hook or reward function may swallow a cancellation, so it is repeated; after `deadline_s` the task is left to the
-    end of the process.
-    """
-    pending = {task for task in tasks if not task.done()}
-    for _ in range(int(deadline_s / 0.25)):
-        if not pending:
-            break
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=0.25)
-    for task in tasks:
-        if task.done() and not task.cancelled():
-            task.exception()  # mark it as seen
-    if pending:
-        logger.error("%d tasks did not end when they were cancelled: %s", len(pending), pending)

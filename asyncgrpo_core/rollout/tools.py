@@ -56,7 +56,7 @@ class FailureWatch:
     Args:
         limit: share of failed calls above which the name counts as down; 1.0 never does.
         window: calls looked back on; a name is not judged before it has been called so often.
-        meaning, fix: what that means and what to do, for the error's text.
+        fix: what to do about it, for the error's text.
     """
 
     def __init__(
@@ -64,12 +64,11 @@ class FailureWatch:
         limit: float,
         window: int,
         *,
-        meaning: str = "That is not the policy: what it needs (a service, a sandbox, a file) is probably down.",
         fix: str = "Repair it, or raise tool_failure_limit if so many failures are normal for this tool.",
     ) -> None:
         self.limit = limit
         self.window = window
-        self._meaning, self._fix = meaning, fix
+        self._fix = fix
         self._recent: dict[str, deque[bool]] = {}
 
     def record(self, name: str, error: str | None) -> None:
@@ -83,7 +82,8 @@ class FailureWatch:
         failed = sum(recent)
         if error is not None and len(recent) == self.window and failed > self.limit * self.window:
             raise ToolsDownError(
-                f"{name} failed in {failed} of the last {self.window} calls, last with {error}. {self._meaning}",
+                f"{name} failed in {failed} of the last {self.window} calls, last with {error}. That is not the "
+                "policy: what it needs (a service, a sandbox, a file) is probably down.",
                 self._fix,
             )
 

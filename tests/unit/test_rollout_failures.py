@@ -134,11 +134,11 @@ async def test_errors_500_now_and_then_are_sent_again(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (fewer_logprobs, r"The server's replies failed in .*returned \d tokens with \d log-probabilities"),
-        (nan_logprob, "The server's replies failed in .*not a generation reply"),
-        (null_logprob, "The server's replies failed in .*not a generation reply"),
-        (no_choices, "The server's replies failed in .*not a generation reply"),
-        (no_top_logprobs, "The server's replies failed in .*none of the most likely tokens"),
+        (fewer_logprobs, r"Reading the server's replies failed for 8 .*returned \d tokens with \d log-probabilities"),
+        (nan_logprob, "Reading the server's replies failed for 8 .*not a generation reply"),
+        (null_logprob, "Reading the server's replies failed for 8 .*not a generation reply"),
+        (no_choices, "Reading the server's replies failed for 8 .*not a generation reply"),
+        (no_top_logprobs, "Reading the server's replies failed for 8 .*none of the most likely tokens"),
     ],
 )
 async def test_a_server_that_always_answers_badly_stops_the_run(tmp_path, spoil, message) -> None:
@@ -147,7 +147,7 @@ async def test_a_server_that_always_answers_badly_stops_the_run(tmp_path, spoil,
         run = loop_run(server, tmp_path, loop_cls=Impatient, reward_funcs=[index_reward])
         with pytest.raises(RolloutError, match=message):
             await two_passes(run, tmp_path)
-    assert len(run.records) <= 12
+    assert len([r for r in run.records if r.outcome == "failed"]) <= 8
 
 
 # -- rewards
@@ -178,7 +178,7 @@ async def test_a_reward_that_hangs_now_and_then_fails_its_group(tmp_path) -> Non
 async def test_a_reward_that_always_hangs_stops_the_run(tmp_path) -> None:
     async with FakeVLLM() as server:
         run = loop_run(server, tmp_path, reward_funcs=[SometimesSlow(1)], reward_timeout=0.05)
-        with pytest.raises(RolloutError, match="Scoring failed in .*SometimesSlow.*0.05 s"):
+        with pytest.raises(RolloutError, match="Scoring failed for .*SometimesSlow.*0.05 s"):
             await two_passes(run, tmp_path)
 
 

@@ -144,6 +144,25 @@ async def test_f069_a_held_reward_shows_in_the_queue_and_the_waits(tmp_path) -> 
     assert 0 < metrics["rollout/score_queue_size"] <= 1.0
 
 
+async def test_generation_waits_while_groups_pile_up_before_the_scorer(tmp_path) -> None:
+    """With the one scorer held, no more groups are started than may run at once, plus the queue and the held one."""
+    held = Held()
+    async with FakeVLLM() as server:
+        run = loop_run(
+            server, tmp_path, loop_cls=OneAtATime, reward_funcs=[held], score_queue_maxsize=1, max_concurrent_rollouts=8
+        )
+        looks: list[int] = []
+
+        def nothing_more_is_sent() -> bool:
+            looks.append(len(server.requests))
+            return held.entered == 1 and len(looks) > 200 and looks[-1] == looks[-200]
+
+        await run.until(nothing_more_is_sent)
+        held.open.set()
+    groups = 2 + 1 + 1 + 2  # two run at once; one is scored, one queued, one blocked, and what was started beside it
+    assert 8 <= looks[-1] <= 4 * groups
+
+
 async def test_many_groups_are_scored_at_once(tmp_path) -> None:
     """A slow reward holds up its own group only: all twelve groups are inside the function together."""
     held = Held()
