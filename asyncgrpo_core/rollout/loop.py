@@ -309,6 +309,7 @@ class AsyncRolloutLoop:
             await self.close()
         except Exception:  # must not hide the error that stopped the loop, nor keep the session open
             logger.exception("close() of the rollout loop failed")
+        self._call_threads.close()
         if self.servers is not None:
             await self.servers.close()
 

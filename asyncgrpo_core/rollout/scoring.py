@@ -164,7 +164,8 @@ class GroupScorer:
         return GroupScores(by_source, total_rewards([*by_source.values(), own], n))
 
     def close(self) -> None:
-        """Nothing is left to end: sync functions run in threads that end with their call or with the process."""
+        """Let the idle threads end; a call that runs on ends with the process."""
+        self._threads.close()
 
     async def _call(self, name: str, func: RewardFunc, is_coro: bool, kwargs: dict[str, Any]) -> Any:
         """The function's result; its exceptions arrive as values, so that a TimeoutError is always the deadline's."""

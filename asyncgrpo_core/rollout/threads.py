@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
+
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class CallDeadlineError(TimeoutError):
@@ -18,7 +21,8 @@ class CallThreads:
 
     A call past its deadline is given up: nothing can end a thread, so it goes on by itself, no longer counts toward the
     limit, and cannot keep the process alive (daemon). Pools of `concurrent.futures` and anyio wait for such a thread
-    at exit, and the first loses the place for good.
+    at exit, and the first loses the place for good. Threads are kept for the next call: starting one makes the event
+    loop wait until it runs, which takes milliseconds on a busy machine.
 
     Args:
         limit: calls that may run at once; more wait for a place.
@@ -30,6 +34,7 @@ class CallThreads:
         self.given_up = 0  # calls that were still running at their deadline
         self._name = name
         self._places = asyncio.Semaphore(limit)
+        self._idle: list[_Jobs] = []
 
     async def run(self, func: Callable[[], Any], timeout_s: float) -> Any:
         """The call's result, or its exception.
@@ -43,6 +48,7 @@ class CallThreads:
             loop = asyncio.get_running_loop()
             future: asyncio.Future[Any] = loop.create_future()
             context = contextvars.copy_context()
+            jobs = self._idle.pop() if self._idle else self._new_thread()
 
             def call() -> None:
                 try:
@@ -50,17 +56,37 @@ class CallThreads:
                 except BaseException as raised:
                     result, error = None, raised
                 try:
-                    loop.call_soon_threadsafe(_settle, future, result, error)
+                    loop.call_soon_threadsafe(self._finished, jobs, future, result, error)
                 except RuntimeError:
-                    pass  # the loop has ended meanwhile
+                    jobs.put(None)  # the loop has ended meanwhile, and with it the need for this thread
 
-            threading.Thread(target=call, name=f"{self._name}-call", daemon=True).start()
+            jobs.put(call)
             done, _ = await asyncio.wait([future], timeout=timeout_s)
             if done:
                 return future.result()
             self.given_up += 1
             future.cancel()
             raise CallDeadlineError(f"still running after {timeout_s:g} s")
+
+    def close(self) -> None:
+        """Let the idle threads end."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def _new_thread(self) -> _Jobs:
+        jobs: _Jobs = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(jobs,), name=f"{self._name}-call", daemon=True).start()
+        return jobs
+
+    def _finished(self, jobs: _Jobs, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        self._idle.append(jobs)
+        _settle(future, result, error)
+
+
+def _work(jobs: _Jobs) -> None:
+    while (call := jobs.get()) is not None:
+        call()
+        del call  # or it would keep the last call's result until the next one
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

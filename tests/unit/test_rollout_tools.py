@@ -161,6 +161,19 @@ async def test_no_more_threads_than_the_limit() -> None:
     assert most == 2
 
 
+async def test_threads_are_kept_for_the_next_call_and_end_when_closed() -> None:
+    threads = CallThreads(2, "kept")
+    names = [await threads.run(lambda: threading.current_thread().ident, 5) for _ in range(20)]
+    assert len(set(names)) <= 2
+    threads.close()
+    for _ in range(500):
+        if not [thread for thread in threading.enumerate() if thread.name == "kept-call"]:
+            break
+        await asyncio.sleep(0.01)
+    else:
+        raise AssertionError("an idle thread did not end")
+
+
 async def test_a_call_in_a_thread_gives_back_its_exception() -> None:
     def stop() -> None:
         raise StopIteration
