@@ -30,13 +30,13 @@ class Mix:
     guess: float = 0.28  # of first replies
     broken_call: float = 0.10  # of first replies
     wrong_expression: float = 0.06  # of first replies
-    wrong_answer: float = 0.15  # of replies to a result
+    wrong_answer: float = 0.25  # of replies to a result
     give_up: float = 0.5  # of replies to an error
 
 
 CARELESS = Mix()
-CAREFUL = Mix(guess=0.0, broken_call=0.15, wrong_expression=0.0, wrong_answer=0.0, give_up=0.0)
-"""One in seven conversations has a broken call, not trained on, so that the policy learns what to do after an error."""
+CAREFUL = Mix(guess=0.0, broken_call=0.2, wrong_expression=0.0, wrong_answer=0.0, give_up=0.0)
+"""One in five conversations has a broken call, not trained on, so that the policy learns what to do after an error."""
 
 
 def call(expression: str) -> Message:

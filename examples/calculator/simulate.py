@@ -18,7 +18,7 @@ from asyncgrpo_core.rollout.threads import CallThreads
 from asyncgrpo_core.rollout.tools import FailureWatch, ToolBox, tool_schema
 from examples.calculator.task import Row, calculate, tool_answer_reward
 
-TOOLS = [tool_schema(calculate)]
+TOOLS: list[Any] = [tool_schema(calculate)]
 MAX_REPLY_TOKENS = 48
 TOOL_TURNS = 2
 Message = dict[str, Any]

@@ -1,4 +1,4 @@
-"""The calculator example's task: multiply two three-digit numbers, with a tool that can.
+"""The calculator example's task: multiply two numbers of three digits (320 to 999), with a tool that can.
 
 A row is conversational, with the right answer beside it:
 
@@ -21,8 +21,8 @@ from typing import Any
 
 from asyncgrpo_core.errors import DataError
 
-LOWEST, HIGHEST = 100, 999  # both numbers of a question
-HELDOUT_PAIRS = 600  # unordered pairs kept away from training, of 405,450
+LOWEST, HIGHEST = 320, 999  # both numbers of a question; every product has six digits
+HELDOUT_PAIRS = 600  # unordered pairs kept away from training, of 231,540
 SPLIT_SEED = 20262
 LONGEST_EXPRESSION = 100  # characters; bounds the size of a result and the depth of the parse tree
 
