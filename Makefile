@@ -62,6 +62,7 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packed_row
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packed_row --spread 24 --vocab 2000
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rollout_worker --parts
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.slow_reward
 
 # Make the shipped start policy again from the data it generates.
 policy: $(STAMP)

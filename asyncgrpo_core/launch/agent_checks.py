@@ -50,8 +50,13 @@ def describe_environments(factory: Any, tools: list[Callable[..., Any]], timeout
     return "; ".join(shown) + rewards
 
 
+def tool_schemas(tools: list[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """The tools' JSON schemas. Raises ConfigError: one cannot be described."""
+    return [tool_schema(tool) for tool in tools]
+
+
 def try_template(
-    tokenizer: Any, tools: list[Callable[..., Any]], template_kwargs: dict[str, Any] | None, turn_prompts: str
+    tokenizer: Any, schemas: list[dict[str, Any]], template_kwargs: dict[str, Any] | None, turn_prompts: str
 ) -> ForkReport:
     """Play trial conversations with the tokenizer's chat template.
 
@@ -59,4 +64,4 @@ def try_template(
         ConfigError: replies cannot be searched for tool calls; says what is missing.
     """
     chat = ChatFormat(tokenizer, tools_on=True, template_kwargs=template_kwargs, turn_prompts=turn_prompts)
-    return fork_report(chat, [tool_schema(tool) for tool in tools] or None)
+    return fork_report(chat, schemas or None)

@@ -181,8 +181,7 @@ def _check_model(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) 
     )
     if tokenizer is None:
         return
-    if cfg.tools or cfg.environment is not None:
-        _check_turns(exam, cfg, tokenizer)
+    schemas = _check_turns(exam, cfg, tokenizer) if cfg.tools or cfg.environment is not None else []
     if not rows or "prompt" not in rows[0]:
         return
     ids = exam.run(
@@ -192,9 +191,10 @@ def _check_model(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) 
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
+            **({"tools": schemas} if schemas else {}),
             **(cfg.training.chat_template_kwargs or {}),
         ),
-        lambda ids: f"the first prompt has {len(ids)} tokens",
+        lambda ids: f"the first prompt has {len(ids)} tokens" + (", tools included" if schemas else ""),
     )
     limit = cfg.server.max_model_len
     if ids is not None and limit is not None and len(ids) + cfg.training.max_completion_length > limit:
@@ -205,20 +205,21 @@ def _check_model(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) 
         )
 
 
-def _check_turns(exam: Examination, cfg: RunConfig, tokenizer: Any) -> None:
-    """Whether later turns go on from the tokens before, with the chat template that the run will use."""
-    from asyncgrpo_core.launch.agent_checks import try_template
+def _check_turns(exam: Examination, cfg: RunConfig, tokenizer: Any) -> list[dict[str, Any]]:
+    """Whether later turns go on from the tokens before; the schemas of the trainer's tools."""
+    from asyncgrpo_core.launch.agent_checks import tool_schemas, try_template
     from asyncgrpo_core.launch.build import import_callable
 
     try:
-        tools = [import_callable(path, f"tools.{i}") for i, path in enumerate(cfg.tools)]
+        schemas = tool_schemas([import_callable(path, f"tools.{i}") for i, path in enumerate(cfg.tools)])
     except ConfigError:
-        return  # said already
+        return []  # said already
     settings = (cfg.training.chat_template_kwargs, cfg.training.turn_prompts)
-    report = exam.run("turns", lambda: try_template(tokenizer, tools, *settings), lambda r: r.text)
+    report = exam.run("turns", lambda: try_template(tokenizer, schemas, *settings), lambda r: r.text)
     if report is not None and not (report.keeps_prefix and report.shows_tools):
         exam.findings.pop()
         exam.warn("turns", report.text)
+    return schemas
 
 
 def _check_server(exam: Examination, cfg: RunConfig, placement: Placement | None) -> None:

@@ -31,7 +31,7 @@ OUTCOMES = ("ok", "unknown", "malformed", "bad_arguments", "raised", "timeout")
 class CallOutcome:
     """One tool call: `name` as the model wrote it, `kind` one of OUTCOMES, `text` what the model reads.
 
-    `seconds` is the time the tool ran, 0 for a call that never reached one.
+    `seconds` is the time the tool itself ran, without waiting for a thread; 0 for a call that never reached one.
     """
 
     name: str
@@ -180,9 +180,9 @@ class ToolBox:
             inspect.signature(func).bind(**call.arguments)
         except TypeError as error:
             return CallOutcome(name, "bad_arguments", f"Error: {name}: {error}.")
-        started = time.monotonic()
-        kind, text = await self._run(name, func, call.arguments)
-        seconds = time.monotonic() - started
+        watch = _Stopwatch(func)
+        kind, text = await self._run(name, watch.call, call.arguments)
+        seconds = self._timeout_s if kind == "timeout" else watch.seconds
         self._watch.record(f"The tool {name!r}", None if kind == "ok" else text.removeprefix("Error: "))
         return CallOutcome(name, kind, self._cut(text), seconds)
 
@@ -199,6 +199,29 @@ class ToolBox:
             return text
         left_out = len(text) - self._max_result_chars
         return f"{text[: self._max_result_chars]}\n[cut here: {left_out} more characters]"
+
+
+class _Stopwatch:
+    """Times a function where it runs; `call` is async when the function is."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.seconds = 0.0
+        self.call = self._async if is_async(func) else self._sync
+        self._func = func
+
+    def _sync(self, **arguments: Any) -> Any:
+        started = time.monotonic()
+        try:
+            return self._func(**arguments)
+        finally:
+            self.seconds = time.monotonic() - started
+
+    async def _async(self, **arguments: Any) -> Any:
+        started = time.monotonic()
+        try:
+            return await self._func(**arguments)
+        finally:
+            self.seconds = time.monotonic() - started
 
 
 async def call_within(

@@ -127,6 +127,8 @@ def _common_env(server: ServerConfig, needs: ServerNeeds) -> dict[str, str]:
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause, resume and take weights
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM's own 5 s end just when a busy rollout worker sends its next request on the connection
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         "PYTHONUNBUFFERED": "1",
     }
     if server.enable_lora:

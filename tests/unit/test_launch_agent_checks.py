@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.launch.agent_checks import describe_environments, describe_tools, try_template
+from asyncgrpo_core.launch.agent_checks import describe_environments, describe_tools, tool_schemas, try_template
 from tests.unit.agent_parts import CounterEnv, GameEnv, add, agent_tokenizer, lookup
 
 
@@ -32,7 +32,7 @@ def test_f180_environments_are_made_once_and_described() -> None:
 
 
 def test_f173_a_template_that_keeps_prefixes_is_said_to(monkeypatch) -> None:
-    report = try_template(agent_tokenizer(), [add], None, "render")
+    report = try_template(agent_tokenizer(), tool_schemas([add]), None, "render")
     assert report.keeps_prefix and report.shows_tools and "one sample" in report.text
 
 
@@ -42,4 +42,4 @@ def test_f173_a_tokenizer_whose_replies_cannot_be_read_is_refused() -> None:
     tokenizer = copy.deepcopy(agent_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(ConfigError, match="response_template"):
-        try_template(tokenizer, [add], None, "render")
+        try_template(tokenizer, tool_schemas([add]), None, "render")

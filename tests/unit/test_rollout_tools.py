@@ -106,6 +106,14 @@ async def never(x: int) -> int:
     return x
 
 
+async def test_f074_latency_is_the_tools_own_time() -> None:
+    """Waiting for a place is not in it: of three calls behind one place the last waits 0.4 s."""
+    tool_box = box(threads=1)
+    outcomes = await asyncio.gather(*(tool_box.call(TOOLS, call("sleepy", seconds=0.2)) for _ in range(3)))
+    assert all(0.2 <= outcome.seconds < 0.39 for outcome in outcomes)
+    assert (await tool_box.call(TOOLS, call("lookup", key="k"))).seconds < 0.2
+
+
 async def test_an_async_tool_that_hangs_is_cancelled() -> None:
     outcome = await box(timeout_s=0.05).call({"never": never}, call("never", x=1))
     others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -51,6 +51,7 @@ def test_cpu_command_snapshot():
     assert command.env == {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         "PYTHONUNBUFFERED": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -71,7 +72,12 @@ def test_cuda_command_snapshot():
         *["--weight-transfer-config", '{"backend": "nccl"}', "--generation-config", "vllm"],
         *["--disable-uvicorn-access-log", "--enable-scale-out", "--gpu-memory-utilization", "0.6"],
     ]
-    assert command.env == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    assert command.env == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 @pytest.mark.parametrize(
