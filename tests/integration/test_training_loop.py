@@ -253,14 +253,14 @@ class CurriculumTrainer(AsyncGRPOTrainer):
     loop_cls = CurriculumRolloutLoop
 
 
-def even_rows_are_hard(prompts, completions, **kwargs):
-    """Positive (solved) for odd numbers, negative for even ones, different within nearly every group."""
-    odd = int(prompts[0][-1]["content"].split()[2]) % 2
-    return [share if odd else share - 2.0 for share in digit_reward(completions)]
+def even_rows_are_hard(prompts, completions, completion_ids, **kwargs):
+    """Positive (solved) for odd numbers, negative for even ones; different for different replies."""
+    sign = 1.0 if int(prompts[0][-1]["content"].split()[2]) % 2 else -1.0
+    return [sign * (1.0 + sum(ids) % 13) for ids in completion_ids]
 
 
 def test_f155_f163_the_curriculum_example_trains_and_its_state_is_in_the_checkpoint(vllm_server, tmp_path):
-    """Almost every reply has a digit, so nearly all odd rows are solved by their first group."""
+    """Odd rows are solved by their first group and not sampled again."""
     made = trainer(
         vllm_server,
         tmp_path,

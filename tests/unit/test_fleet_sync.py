@@ -71,6 +71,13 @@ class Fleet:
         return torch.equal(self.servers[index].weights["w"], self.policy.weights["w"])
 
 
+@pytest.fixture(autouse=True)
+def asked_again_at_once(request, monkeypatch) -> None:
+    """Else how long a server that failed is left alone depends on how long a busy machine took to find that out."""
+    if "hanging" not in request.node.name:
+        monkeypatch.setattr("asyncgrpo_core.sync.fleet._HANGING_SHARE", 0.0)
+
+
 def test_every_server_gets_and_proves_the_version_one_after_the_other(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 3)
     report = fleet.sync(0)
@@ -120,8 +127,7 @@ def test_one_server_is_what_a_publisher_is(tmp_path: Path) -> None:
     assert fleet.made == [1] and fleet.said == [], "its failure ends the run; it is not met again"
 
 
-def test_a_dead_server_is_left_out_and_taken_in_by_a_later_proved_sync(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("asyncgrpo_core.sync.fleet._HANGING_SHARE", 0.0)  # or the next sync may come too early
+def test_a_dead_server_is_left_out_and_taken_in_by_a_later_proved_sync(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, verify_sync_every=5)
     fleet.sync(0)
     fleet.servers[0].healthy = False
