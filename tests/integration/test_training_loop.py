@@ -45,7 +45,7 @@ def trainer(
     reward=digit_reward,
     callbacks=None,
     rows=64,
-    data="numbers",
+    data: object = "numbers",  # a dataset, or None
     name=None,
     peft_config=None,
     environment_factory=None,
@@ -68,7 +68,7 @@ def trainer(
         model=server.model_path,
         reward_funcs=reward,
         args=config_cls(output_dir=str(run_dir / "checkpoints"), vllm_server_base_url=server.base_url, **settings),
-        train_dataset=dataset(rows) if data else None,
+        train_dataset=dataset(rows) if data == "numbers" else data,
         callbacks=callbacks,
         peft_config=peft_config,
         environment_factory=environment_factory,
@@ -305,3 +305,33 @@ def test_f178_f168_an_environment_without_a_dataset_trains_and_resumes(vllm_serv
     assert summary["ledger"]["lost"] == 0 and summary["ledger"]["trained_twice"] == 0
     logs = [entry for entry in resumed.state.log_history if "rewards/AskEnv/mean" in entry]
     assert logs and 0 < logs[-1]["rewards/AskEnv/mean"] < 1 and logs[-1]["env/reset_s"] >= 0
+
+
+class TellEnv:
+    """Takes its prompt from the row and adds to it; rewards are -1 and -2."""
+
+    def reset(self, question, **kwargs):
+        self.reward = -1.0 - AskEnv.made % 2
+        AskEnv.made += 1
+        return f"What is {question} plus 2?"
+
+    async def get_reward(self):
+        return self.reward
+
+
+def test_f180_two_environments_mixed_by_a_column_train_together(vllm_server, tmp_path):
+    """The digit reward of the trainer comes on top of both."""
+    rows = [{"environment": name, "question": i % 90} for i in range(24) for name in ("ask", "tell")]
+    made = trainer(
+        vllm_server,
+        tmp_path,
+        data=Dataset.from_list(rows),
+        environment_factory={"ask": AskEnv, "tell": TellEnv},
+        max_steps=3,
+        save_strategy="no",
+    )
+    made.train()
+    logs = {name: value for entry in made.state.log_history for name, value in entry.items()}
+    assert 0 <= logs["rewards/AskEnv/mean"] <= 1 and -2 <= logs["rewards/TellEnv/mean"] <= -1
+    assert "rewards/digit_reward/mean" in logs and logs["env/reward_s"] >= 0
+    assert made.summary()["ledger"]["lost"] == 0
