@@ -9,11 +9,27 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.adapters import check_adapter, wrap_adapter
 from asyncgrpo_core.models.forward import causal_model
+from asyncgrpo_core.models.support import (
+    check_config,
+    check_model,
+    check_router_coefficient,
+    check_transformers,
+    current_device_traits,
+    freeze_outside_text_model,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +42,22 @@ def load_policy(model: str | PreTrainedModel, config: Any, *, peft_config: Any =
 
     Args:
         model: model id or local folder, loaded with the architecture of its config; or a loaded model, which is
-            taken as it is (`dtype` and `model_init_kwargs` then have no effect).
-        config: reads `model_init_kwargs` (dict or JSON text, wins over the rest), `dtype`, `trust_remote_code`.
+            taken as it is (`dtype` and `model_init_kwargs` then have no effect). Of a vision-language model
+            everything outside the text model is frozen.
+        config: reads `model_init_kwargs` (dict or JSON text, wins over the rest), `dtype`, `trust_remote_code`,
+            `router_aux_loss_coef`, `use_cpu`.
         peft_config: wraps the model in an adapter (see `wrap_adapter`).
 
     Raises:
-        ConfigError: the folder or model id cannot be loaded, the dtype is unknown, or the adapter is not supported.
+        ConfigError: the folder or model id cannot be loaded, the dtype is unknown, or the architecture or the adapter
+            is not supported.
     """
+    check_transformers()
     if isinstance(model, str):
         policy: Any = _load(model, config)
     else:
         policy = model
+        _check_architecture(causal_model(policy).config, config)
         if _init_kwargs(config):
             logger.warning("model_init_kwargs has no effect on a model that is passed as an object")
     if peft_config is not None:
@@ -44,6 +65,8 @@ def load_policy(model: str | PreTrainedModel, config: Any, *, peft_config: Any =
     elif hasattr(policy, "get_base_model"):
         check_adapter(policy)
     base: Any = causal_model(policy)
+    check_model(base)
+    freeze_outside_text_model(base)  # after the adapter: one that reached the vision tower is frozen with it
     base.eos_token_ids = _eos_token_ids(base)
     return policy
 
@@ -86,7 +109,10 @@ def _load(name: str, config: Any) -> PreTrainedModel:
     hub_kwargs = {k: kwargs[k] for k in ("revision", "trust_remote_code", "token", "cache_dir") if k in kwargs}
     try:
         model_config = AutoConfig.from_pretrained(name, **hub_kwargs)
+        _check_architecture(model_config, config)
         return _architecture(model_config).from_pretrained(name, **kwargs)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The model {name!r} cannot be loaded: {_first_line(error)}",
@@ -94,12 +120,24 @@ def _load(name: str, config: Any) -> PreTrainedModel:
         ) from error
 
 
+def _check_architecture(model_config: Any, config: Any) -> None:
+    device = None if config.use_cpu else current_device_traits()
+    check_config(model_config, device)
+    check_router_coefficient(model_config, config.router_aux_loss_coef)
+
+
 def _architecture(model_config: Any) -> Any:
-    """The class that the config names, when transformers has it and it generates text; else the causal default."""
+    """The class that the config names, when transformers has it and it generates text; else the causal default.
+
+    A vision-language checkpoint is loaded whole, so that its parameters keep the names that the server knows.
+    """
+    vision_language = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model_config), None)
     for architecture in getattr(model_config, "architectures", None) or ():
         found = getattr(transformers, architecture, None)
         if found is not None and architecture.endswith("ForCausalLM"):
             return found
+        if found is not None and found is vision_language:
+            return AutoModelForImageTextToText
     return AutoModelForCausalLM
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,9 @@ from transformers import TrainingArguments
 from asyncgrpo_core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+# transformers' schedules that do not look at the number of steps of the whole run.
+_SCHEDULES_WITHOUT_HORIZON = ("constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 
 
 def _help(text: str, default: Any, **kwargs: Any) -> Any:
@@ -178,17 +182,45 @@ class AsyncGRPOConfig(TrainingArguments):
             )
         if self.use_liger_kernel:
             raise ConfigError("use_liger_kernel=True is not supported.", "Leave it at False.")
-        if self.deepspeed:
-            raise ConfigError("DeepSpeed is not supported.", "Use FSDP2 (fsdp, fsdp_config) for sharded training.")
-        parallelism = self.parallelism_config
-        for name in ("cp_size", "sp_size"):
-            if parallelism is not None and (getattr(parallelism, name, 1) or 1) > 1:
-                raise ConfigError(f"parallelism_config.{name} > 1 is not supported.", f"Set {name}=1.")
+        self._check_sharding()
+        self._check_schedule()
+        coefficient = self.router_aux_loss_coef
+        _require(coefficient is None or coefficient >= 0, "router_aux_loss_coef", coefficient, ">= 0")
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ConfigError(f"dtype={self.dtype!r} is unknown.", 'Use "auto", "bfloat16", "float16" or "float32".')
         if self.score_centering_tail not in ("model", "head"):
             raise ConfigError(
                 f"score_centering_tail={self.score_centering_tail!r} is unknown.", 'Use "model" or "head".'
+            )
+
+    def _check_sharding(self) -> None:
+        """Refuse what an argument asks for, and what `accelerate launch` asks for through the environment."""
+        if self.deepspeed or _switched_on("ACCELERATE_USE_DEEPSPEED"):
+            raise ConfigError("DeepSpeed is not supported.", "Use FSDP2 (fsdp, fsdp_config) for sharded training.")
+        from_environment = _switched_on("ACCELERATE_USE_PARALLELISM_CONFIG")
+        for name in ("cp_size", "sp_size"):
+            size = getattr(self.parallelism_config, name, None)
+            if self.parallelism_config is None and from_environment:
+                size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))
+            if (size or 1) > 1:
+                raise ConfigError(f"parallelism_config.{name}={size} is not supported.", f"Set {name}=1.")
+
+    def _check_schedule(self) -> None:
+        """Without max_steps the number of steps is a ceiling far above what is run: nothing can be a share of it."""
+        schedule = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        if self.max_steps > 0 or schedule == "constant":
+            return
+        if 0 < self.warmup_steps < 1:
+            raise ConfigError(
+                f"warmup_steps={self.warmup_steps} is a share of all steps, and their number is not known beforehand: "
+                "the learning rate would stay near zero.",
+                "Set max_steps, or give warmup_steps as a number of steps.",
+            )
+        if schedule not in _SCHEDULES_WITHOUT_HORIZON:
+            logger.warning(
+                "lr_scheduler_type=%r decays over max_steps, which is not set: the number of steps is not known "
+                "beforehand, so the learning rate will hardly decay. Set max_steps.",
+                schedule,
             )
 
     def _check_sampling(self) -> None:
@@ -245,6 +277,10 @@ class AsyncGRPOConfig(TrainingArguments):
             )
         if self.kv_after_sync not in ("recompute", "keep"):
             raise ConfigError(f"kv_after_sync={self.kv_after_sync!r} is unknown.", 'Use "recompute" or "keep".')
+
+
+def _switched_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def _require(ok: bool, name: str, value: Any, wanted: str) -> None:

@@ -12,6 +12,12 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -23,6 +29,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from asyncgrpo_core.types import Slot, TopLogprobs, TrainingSample, TrainingSequence
@@ -88,6 +96,30 @@ ARCHITECTURES = {
     ),
     "granite_scaling": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 2.5, "residual_multiplier": 0.7}),
     "cohere_scale": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.3, "num_key_value_heads": 4}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "gemma": (GemmaForCausalLM, GemmaConfig, {"head_dim": 8}),
+    "gemma3_text": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 8,
+        },
+    ),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 8}),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "experts_implementation": "eager",  # torch's grouped matrix product has no float64
+        },
+    ),
 }
 
 

@@ -10,15 +10,25 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3ForCausalLM,
+)
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models import support
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
 from tests.unit.policy_cases import VOCAB, tiny_policy
 
 
 def config(**kwargs):
-    return SimpleNamespace(**{"model_init_kwargs": None, "dtype": "float32", "trust_remote_code": False, **kwargs})
+    defaults = {"model_init_kwargs": None, "dtype": "float32", "trust_remote_code": False}
+    return SimpleNamespace(**{**defaults, "router_aux_loss_coef": None, "use_cpu": True, **kwargs})
 
 
 def tokenizer(**kwargs):
@@ -192,15 +202,45 @@ def test_an_adapter_trains_alone(folder):
         ("qwen3", peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "learns a prompt"),
     ],
 )
-def test_adapters_that_cannot_be_synced_are_refused(architecture, adapter, message):
+def test_f007_adapters_that_cannot_be_synced_are_refused(architecture, adapter, message):
     with pytest.raises(ConfigError, match=message):
         load_policy(tiny_policy(architecture), config(), peft_config=adapter)
 
 
-def test_a_second_adapter_and_a_wrapped_head_are_refused():
+def test_f007_a_second_adapter_and_a_wrapped_head_are_refused():
     wrapped = peft.get_peft_model(tiny_policy("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="already wrapped"):
         load_policy(wrapped, config(), peft_config=peft.LoraConfig(target_modules=["q_proj"]))
     on_head = peft.get_peft_model(tiny_policy("llama"), peft.LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ConfigError, match="lm_head"):
         load_policy(on_head, config())
+
+
+def test_f008_a_model_with_sinks_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    GptOssConfig(architectures=["GptOssForCausalLM"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    monkeypatch.setattr(GptOssForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match="attention sinks"):
+        load_policy(str(tmp_path), config())
+
+
+def test_f008_sinks_that_only_the_model_shows_are_refused():
+    model = tiny_policy("llama")
+    assert isinstance(model, LlamaForCausalLM)
+    model.model.layers[1].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.sinks"):
+        load_policy(model, config())
+
+
+def test_f004_an_old_transformers_is_named(monkeypatch):
+    monkeypatch.setattr(support.transformers, "__version__", "5.1.3")
+    with pytest.raises(ConfigError, match=r"transformers 5\.1\.3 .*>=5\.2\.0"):
+        load_policy(tiny_policy(), config())
+
+
+def test_f209_the_coefficient_of_the_auxiliary_loss_is_checked_on_load(caplog):
+    with pytest.raises(ConfigError, match="not a Mixture-of-Experts"):
+        load_policy(tiny_policy(), config(router_aux_loss_coef=0.01))
+    with caplog.at_level(logging.WARNING):
+        load_policy(tiny_policy("qwen3_moe"), config())
+    assert "router_aux_loss_coef=0.001" in caplog.text

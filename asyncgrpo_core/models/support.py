@@ -1,0 +1,246 @@
+"""Which architectures can be trained on packed rows, and which attention kernel fits a device.
+
+Packed rows change two things that a model may rely on: only `packed_attention_forward` says which token sees which
+(masks are not read), and nothing may carry a state along the sequence, because the next token can belong to another
+sample. Everything here reads configs and class attributes, so a model is refused before its weights are loaded
+(reference, 'Compatibility and constraints').
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from asyncgrpo_core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MIN_TRANSFORMERS = "5.2.0"
+MIN_TRANSFORMERS_GATED_DELTANET = "5.15.0"
+
+# Layers whose whole behaviour is in the attention call: causal, or causal inside a window ("attention" is the name
+# that configs with their own list of blocks use).
+_PACKED_LAYERS = ("full_attention", "sliding_attention", "attention")
+# Models with a learned sink per head whose config says nothing about it; `check_model` finds the others' parameters.
+_SINK_MODEL_TYPES = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "deepseek_v4")
+# Models that apply their sliding window through the mask alone.
+_WINDOW_IN_MASK_MODEL_TYPES = ("qwen2_moe",)
+
+
+@dataclass(frozen=True)
+class DeviceTraits:
+    """What the choice of an attention kernel depends on."""
+
+    rocm: bool
+    major: int  # CUDA compute capability, first number; of no meaning on ROCm
+
+    @property
+    def blackwell(self) -> bool:
+        return not self.rocm and self.major >= 10
+
+    @property
+    def name(self) -> str:
+        if self.rocm:
+            return "an AMD GPU (ROCm)"
+        return "an NVIDIA Blackwell GPU" if self.blackwell else "an NVIDIA GPU"
+
+
+def device_traits(properties: Any, hip_version: str | None) -> DeviceTraits:
+    """From `torch.cuda.get_device_properties(...)` and `torch.version.hip` (None on a CUDA build)."""
+    return DeviceTraits(rocm=hip_version is not None, major=int(properties.major))
+
+
+def current_device_traits() -> DeviceTraits | None:
+    """Of the device that torch would train on now; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return device_traits(torch.cuda.get_device_properties(torch.cuda.current_device()), torch.version.hip)
+
+
+def hub_attention_kernel(device: DeviceTraits) -> str:
+    """The repository that the `kernels` library loads attention from on this device (reference, line 38)."""
+    if device.rocm:
+        return "kernels-community/aiter-flash-attn"
+    return "kernels-community/flash-attn4" if device.blackwell else "kernels-community/flash-attn3"
+
+
+def check_transformers(version: str | None = None) -> None:
+    """Raises ConfigError below `MIN_TRANSFORMERS`. `version` defaults to the installed one."""
+    installed = version or transformers.__version__
+    if _older(installed, MIN_TRANSFORMERS):
+        raise ConfigError(
+            f"transformers {installed} is installed; the trainer needs transformers>={MIN_TRANSFORMERS}.",
+            f'Run pip install "transformers>={MIN_TRANSFORMERS}".',
+        )
+
+
+def check_config(config: Any, device: DeviceTraits | None, *, transformers_version: str | None = None) -> None:
+    """Refuse an architecture that packed rows would compute wrongly, by its transformers config.
+
+    Args:
+        config: of the whole model; the text part is what is looked at.
+        device: where it will train; None for a CPU.
+        transformers_version: defaults to the installed one.
+
+    Raises:
+        ConfigError: attention sinks, a layer that is no causal attention, gated DeltaNet layers, capped attention
+            logits on AMD or Blackwell, bidirectional attention, an encoder-decoder.
+    """
+    text = config.get_text_config(decoder=True)
+    kind = type(text).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"{kind} is an encoder-decoder; packed rows need a decoder.", "Train a causal model.")
+    if text.model_type in _SINK_MODEL_TYPES:
+        raise _sinks(kind)
+    _check_layers(text, transformers_version or transformers.__version__)
+    if getattr(text, "use_bidirectional_attention", None):
+        raise ConfigError(
+            f"{kind} sets use_bidirectional_attention; packed rows are attended to causally.", "Train a causal model."
+        )
+    if device is not None and getattr(text, "attn_logit_softcapping", None) and (device.rocm or device.blackwell):
+        raise ConfigError(
+            f"{kind} caps its attention logits (attn_logit_softcapping={text.attn_logit_softcapping}), which is not "
+            f"supported on {device.name}.",
+            "Train it on an NVIDIA GPU before Blackwell, or train a model without the cap.",
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what only the loaded model shows: a recurrent state, or a parameter that is an attention sink.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise _recurrent(type(model).__name__)
+    for name, _ in model.named_parameters():
+        if name.rpartition(".")[2] in ("sink", "sinks", "attention_sink_bias"):
+            raise _sinks(f"{type(model).__name__} (parameter {name})")
+
+
+def check_router_coefficient(config: Any, requested: float | None) -> None:
+    """`router_aux_loss_coef`: None takes the model config's value, 0.0 turns the auxiliary loss off.
+
+    The auxiliary loss is not computed on packed rows yet. Asking for it is refused; where only the model's config
+    asks for it, one warning says that it is left out.
+
+    Raises:
+        ConfigError: a value for a model without experts, or a nonzero value.
+    """
+    text = config.get_text_config(decoder=True)
+    kind = type(text).__name__
+    if requested is None:
+        own = getattr(text, "router_aux_loss_coef", None) or 0.0
+        if own and hasattr(text, "output_router_logits"):
+            logger.warning(
+                "%s sets router_aux_loss_coef=%s, but this version does not add the load-balancing loss: training "
+                "goes on without it (router_aux_loss_coef=0.0 says so and silences this).",
+                kind,
+                own,
+            )
+        return
+    if not hasattr(text, "output_router_logits"):
+        raise ConfigError(
+            f"router_aux_loss_coef={requested} was given, but {kind} is not a Mixture-of-Experts model.",
+            "Leave router_aux_loss_coef unset.",
+        )
+    if requested:
+        raise ConfigError(
+            f"router_aux_loss_coef={requested}: this version does not compute the load-balancing loss.",
+            "Set router_aux_loss_coef=0.0 to train without it.",
+        )
+
+
+def outside_text_model(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters outside the text model and its head: vision tower, projector. Empty for a text model."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return set()
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    inside = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) not in inside}
+
+
+def freeze_outside_text_model(model: PreTrainedModel) -> None:
+    """`requires_grad=False` for `outside_text_model`: text never reaches it (reference, Vision Language Models)."""
+    outside = outside_text_model(model)
+    for name, parameter in model.named_parameters():
+        if name in outside:
+            parameter.requires_grad_(False)
+
+
+def _check_layers(text: Any, version: str) -> None:
+    kind = type(text).__name__
+    for i, layer in enumerate(_layer_types(text)):
+        if layer == "sliding_attention" and text.model_type in _WINDOW_IN_MASK_MODEL_TYPES:
+            raise ConfigError(
+                f"Layer {i} of {kind} applies its sliding window through the mask, which packed rows do not read.",
+                "Set use_sliding_window=False if the model was trained so, or train another architecture.",
+            )
+        if layer in _PACKED_LAYERS:
+            continue
+        if layer == "linear_attention" and hasattr(text, "linear_num_value_heads"):
+            raise _gated_deltanet(kind, i, version)
+        raise ConfigError(
+            f"Layer {i} of {kind} is {_layer_name(text, layer)}, not causal attention; of such layers only gated "
+            "DeltaNet can be trained on packed rows.",
+            "Train a model whose layers are all full or sliding attention.",
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    if getattr(model_class, "_is_stateful", False):
+        raise _recurrent(f"{kind} ({text.model_type})")
+
+
+def _layer_types(text: Any) -> Iterable[str]:
+    for name in ("layer_types", "layers_block_type", "block_types"):
+        value = getattr(text, name, None)
+        if value:
+            return list(value)
+    return []
+
+
+def _layer_name(text: Any, layer: str) -> str:
+    """What to call a layer; transformers' "linear_attention" stands for every layer with a recurrent state."""
+    is_mamba = any(name.startswith("mamba") or name == "state_size" for name in vars(text))
+    if layer == "linear_attention":
+        return "a Mamba layer ('linear_attention')" if is_mamba else f"a linear attention layer of {text.model_type}"
+    return f"a {layer!r} layer" + (" (attention and Mamba)" if layer == "hybrid" and is_mamba else "")
+
+
+def _gated_deltanet(kind: str, layer: int, version: str) -> ConfigError:
+    if _older(version, MIN_TRANSFORMERS_GATED_DELTANET):
+        return ConfigError(
+            f"Layer {layer} of {kind} is a gated DeltaNet layer, which needs "
+            f"transformers>={MIN_TRANSFORMERS_GATED_DELTANET}; {version} is installed.",
+            f'Run pip install "transformers>={MIN_TRANSFORMERS_GATED_DELTANET}".',
+        )
+    return ConfigError(
+        f"Layer {layer} of {kind} is a gated DeltaNet layer, which this version does not train yet: its state would "
+        "run from one sample of a packed row into the next.",
+        "Train a model whose layers are all full or sliding attention.",
+    )
+
+
+def _recurrent(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} keeps a recurrent state, which would run from one sample of a packed row into the next.",
+        "Train a model whose layers are all full or sliding attention.",
+    )
+
+
+def _sinks(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} has attention sinks, which packed rows do not support.", "Train a model of another architecture."
+    )
+
+
+def _older(version: str, floor: str) -> bool:
+    # A pre-release of the floor counts as the floor: it has the code.
+    return Version(Version(version).base_version) < Version(floor)
