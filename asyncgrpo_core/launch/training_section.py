@@ -53,6 +53,11 @@ class TrainingSection(BaseModel):
     num_sampler_logprobs: int = Field(default=8, ge=1, description="Top log-probabilities asked per token.")
     score_centering_tail: Literal["model", "head"] = Field(default="model", description="Mass outside the top-k.")
 
+    loss_type: Literal["async_grpo", "tis", "sequence_mask", "geometric_mask", "cispo", "gspo", "decoupled_ppo"] = (
+        Field(default="async_grpo", description="async_grpo: by score_centering; the others need it false.")
+    )
+    importance_ratio_cap: float | None = Field(default=2.0, gt=0, description="Of tis, geometric_mask; null: no cap.")
+
     # -- pipeline
     token_budget: int | None = Field(default=None, ge=1, description="Most tokens in a row; null: max_model_len.")
     max_concurrent_rollouts: int = Field(default=512, ge=1, description="Most rollouts running at once.")
@@ -133,6 +138,11 @@ class TrainingSection(BaseModel):
             raise ConfigError(
                 f"training.vllm_importance_sampling_clip_min = {low} and _max = {high} leave no ratio.",
                 "Use min < max.",
+            )
+        if self.loss_type != "async_grpo" and self.score_centering:
+            raise ConfigError(
+                f"training.loss_type = {self.loss_type!r} takes the place of training.score_centering, which is true.",
+                "Set training.score_centering to false beside it.",
             )
         return self
 

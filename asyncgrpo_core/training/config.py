@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.training.offpolicy import LOSS_TYPES, REFERENCE_LOSS
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,14 @@ class AsyncGRPOConfig(TrainingArguments):
     score_centering_tail: str = _help(
         'Mass outside the reported top-k: "model" (exactly zero on policy) or "head" (the reference).',
         "model",
+    )
+    loss_type: str = _help(
+        '"async_grpo": the reference\'s losses (score_centering says which); "tis", "sequence_mask", "geometric_mask", '
+        '"cispo", "gspo" and "decoupled_ppo" need score_centering=False.',
+        "async_grpo",
+    )
+    importance_ratio_cap: float | None = _help(
+        "Largest importance weight of a token with loss_type tis and geometric_mask; None means no cap.", 2.0
     )
     weight_sync_backend: str | None = _help('"shm", "nccl", "ipc" or None (chosen from the devices).', None)
     verify_sync_every: int = _help("Prove delivery by a canary every this many syncs.", 1)
@@ -250,6 +259,14 @@ class AsyncGRPOConfig(TrainingArguments):
                 f"vllm_importance_sampling_clip_min={low} and _max={high} leave no ratio.",
                 "Use 0 <= min < max.",
             )
+        _one_of("loss_type", self.loss_type, *LOSS_TYPES)
+        if self.loss_type != REFERENCE_LOSS and self.score_centering:
+            raise ConfigError(
+                f"loss_type={self.loss_type!r} takes the place of score centering, which is on.",
+                "Set score_centering=False beside it.",
+            )
+        cap = self.importance_ratio_cap
+        _require(cap is None or cap > 0, "importance_ratio_cap", cap, "> 0, or None for no cap")
         _require(self.token_budget is None or self.token_budget >= 1, "token_budget", self.token_budget, ">= 1")
         _require(self.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", self.max_concurrent_rollouts, ">= 1")
         _require(self.max_staleness >= 0, "max_staleness", self.max_staleness, ">= 0")

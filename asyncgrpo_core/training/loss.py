@@ -1,4 +1,4 @@
-"""The two losses: score centering (default) and the clipped surrogate. Pure functions of flat tensors.
+"""The reference's two losses, score centering (default) and the clipped surrogate. Pure functions of flat tensors.
 
 At one trained position: p_v the trainer's probability of token v, q_v the sampler's, y the sampled token, A the
 advantage, r_v = p_v / q_v, and the masked importance weight w_v = r_v inside [clip_min, clip_max], else 0.
@@ -11,6 +11,8 @@ H are the sampler's top tokens. c_v depends on what is assumed of the tokens out
     head    nothing: the expectation runs over H only,   c_v = q_v w_v
     model   q = rho p there, rho = (1 - sum_H q) / (1 - sum_H p); because sum_v p_v grad log p_v = 0 the tail folds
             into the head,                               c_v = q_v w_v - alpha p_v,   alpha = rho w(1 / rho)
+
+`loss_type` chooses another loss in their place: offpolicy/.
 
 Score centering: Marek and Ryabinin, arXiv 2609.20807. `model` is the default because on-policy (p = q) it vanishes,
 while `head` leaves a spurious gradient.
@@ -32,6 +34,8 @@ from torch import Tensor
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.forward import PolicyOutput
 from asyncgrpo_core.training.loss_sums import LossSums
+from asyncgrpo_core.training.offpolicy import LOSS_TYPES, OFF_POLICY_LOSSES, REFERENCE_LOSS, TokenLoss, TrainedTokens
+from asyncgrpo_core.training.offpolicy.tokens import clipped_surrogate, masked_exp
 
 # Both tail masses are floored here before they are divided (loss.md): a head that covers everything has no tail.
 TAIL_FLOOR = 1e-6
@@ -51,8 +55,11 @@ class LossSettings:
     epsilon_high: float | None = None  # None means epsilon
     clip_min: float = 0.5  # vllm_importance_sampling_clip_min
     clip_max: float = 5.0  # vllm_importance_sampling_clip_max
+    loss_type: str = REFERENCE_LOSS
+    importance_ratio_cap: float | None = 2.0  # None means no cap
 
     def __post_init__(self) -> None:
+        self._check_loss_type()
         if self.score_centering_tail not in ("model", "head"):
             raise ConfigError(
                 f"score_centering_tail={self.score_centering_tail!r} is unknown.", "Set it to 'model' or 'head'."
@@ -66,6 +73,23 @@ class LossSettings:
         for name, value in (("epsilon", self.epsilon), ("epsilon_high", self.epsilon_upper)):
             if value < 0:
                 raise ConfigError(f"{name}={value} is negative.", f"Set {name} to 0 or more (default 0.2).")
+
+    def _check_loss_type(self) -> None:
+        if self.loss_type not in LOSS_TYPES:
+            raise ConfigError(
+                f"loss_type={self.loss_type!r} is unknown.",
+                f"Use one of {', '.join(map(repr, LOSS_TYPES))}.",
+            )
+        if self.loss_type != REFERENCE_LOSS and self.score_centering:
+            raise ConfigError(
+                f"loss_type={self.loss_type!r} takes the place of score centering, which is on.",
+                "Set score_centering=False beside it.",
+            )
+        if self.importance_ratio_cap is not None and not self.importance_ratio_cap > 0:
+            raise ConfigError(
+                f"importance_ratio_cap={self.importance_ratio_cap} leaves no weight.",
+                "Set it above 0 (default 2.0), or to None for no cap.",
+            )
 
     @property
     def epsilon_upper(self) -> float:
@@ -81,6 +105,8 @@ class LossSettings:
             epsilon_high=config.epsilon_high,  # type: ignore[attr-defined]
             clip_min=config.vllm_importance_sampling_clip_min,  # type: ignore[attr-defined]
             clip_max=config.vllm_importance_sampling_clip_max,  # type: ignore[attr-defined]
+            loss_type=config.loss_type,  # type: ignore[attr-defined]
+            importance_ratio_cap=config.importance_ratio_cap,  # type: ignore[attr-defined]
         )
 
     def in_range(self, ratio: Tensor) -> Tensor:
@@ -111,29 +137,40 @@ def async_grpo_loss(
     if not float(normalizer) > 0:
         raise ValueError(f"normalizer must be the number of trained tokens of the micro-batch, got {normalizer}")
     logp = policy.logprobs
-    advantage = batch["advantages"].to(logp.dtype)
-    log_ratio = logp - batch["sampler_logprobs"].to(logp.dtype)
-    kept = settings.in_range(log_ratio.detach().exp())
-    if settings.score_centering:
-        if policy.top_logprobs is None:
-            raise ValueError("score centering needs the sampler's top tokens: pack rows with num_sampler_logprobs > 0")
-        valid = batch["top_ids"] >= 0
-        top_q = batch["top_logprobs"].to(logp.dtype)
-        per_token = _centered(logp, log_ratio, policy.top_logprobs, top_q, valid, advantage, settings)
-        sampler_mass = torch.where(valid, top_q, -torch.inf).exp().sum(dim=-1)
+    tokens = TrainedTokens(
+        logp, batch["sampler_logprobs"].to(logp.dtype), batch["advantages"].to(logp.dtype), batch["sample_index"]
+    )
+    sampler_mass = None
+    if settings.loss_type != REFERENCE_LOSS:
+        outcome = OFF_POLICY_LOSSES[settings.loss_type](tokens, settings)
+    elif settings.score_centering:
+        outcome, sampler_mass = _score_centering(tokens, policy.top_logprobs, batch, settings)
     else:
-        per_token = _clipped(log_ratio, kept, advantage, settings)
-        sampler_mass = None
-    sums = _measure(log_ratio.detach(), kept, policy.entropy, sampler_mass, advantage, batch["sample_index"], settings)
-    return per_token.sum() / normalizer, sums
+        outcome = _clipped(tokens, settings)
+    sums = _measure(tokens, outcome, policy.entropy, sampler_mass, settings)
+    return outcome.per_token.sum() / normalizer, sums
 
 
-def _clipped(log_ratio: Tensor, kept: Tensor, advantage: Tensor, settings: LossSettings) -> Tensor:
-    # A masked token's ratio may overflow; exp(0) in its place keeps inf * 0 out of the backward pass.
-    ratio = torch.where(kept, log_ratio, torch.zeros_like(log_ratio)).exp()
-    clamped = ratio.clamp(1 - settings.epsilon, 1 + settings.epsilon_upper)
-    surrogate = torch.minimum(ratio * advantage, clamped * advantage)
-    return torch.where(kept, -surrogate, torch.zeros_like(surrogate))
+def _clipped(tokens: TrainedTokens, settings: LossSettings) -> TokenLoss:
+    ratio = tokens.log_ratio.detach().exp()
+    kept = settings.in_range(ratio)
+    surrogate = clipped_surrogate(
+        masked_exp(tokens.log_ratio, kept), tokens.advantages, settings.epsilon, settings.epsilon_upper
+    )
+    return TokenLoss(torch.where(kept, surrogate, torch.zeros_like(surrogate)), kept, ratio)
+
+
+def _score_centering(
+    tokens: TrainedTokens, top_p: Tensor | None, batch: Mapping[str, Tensor], settings: LossSettings
+) -> tuple[TokenLoss, Tensor]:
+    if top_p is None:
+        raise ValueError("score centering needs the sampler's top tokens: pack rows with num_sampler_logprobs > 0")
+    valid = batch["top_ids"] >= 0
+    top_q = batch["top_logprobs"].to(tokens.logprobs.dtype)
+    per_token = _centered(tokens.logprobs, tokens.log_ratio, top_p, top_q, valid, tokens.advantages, settings)
+    ratio = tokens.log_ratio.detach().exp()
+    sampler_mass = torch.where(valid, top_q, -torch.inf).exp().sum(dim=-1)
+    return TokenLoss(per_token, settings.in_range(ratio), ratio), sampler_mass
 
 
 def _centered(
@@ -180,37 +217,38 @@ def centering_coefficients(
 
 @torch.no_grad()
 def _measure(
-    log_ratio: Tensor,
-    kept: Tensor,
-    entropy: Tensor,
-    sampler_mass: Tensor | None,
-    advantage: Tensor,
-    sample_index: Tensor,
-    settings: LossSettings,
+    tokens: TrainedTokens, outcome: TokenLoss, entropy: Tensor, sampler_mass: Tensor | None, settings: LossSettings
 ) -> LossSums:
     """The reference's sampling/*, clip_ratio/* and entropy of this row, as sums.
 
-    Ratios are taken before masking. With score centering nothing is clipped and clip_ratio/* count the tokens
-    outside the trust region by the same rule.
+    Ratios are taken before masking. clip_ratio/* count tokens outside the trust region; with score centering and the
+    losses that only weigh or mask nothing is clipped, and they count by the same rule.
     """
+    log_ratio = tokens.log_ratio
     ratio, difference = log_ratio.exp(), log_ratio.abs()
-    low = (ratio < 1 - settings.epsilon) & (advantage < 0)
-    high = (ratio > 1 + settings.epsilon_upper) & (advantage > 0)
+    low = (outcome.trust_ratio < 1 - settings.epsilon) & (tokens.advantages < 0)
+    high = (outcome.trust_ratio > 1 + settings.epsilon_upper) & (tokens.advantages > 0)
     sums = LossSums()
     sums.add_mean("sampling/sampling_logp_difference/mean", difference)
     sums.add_max("sampling/sampling_logp_difference/max", difference)
     sums.add_min("sampling/importance_sampling_ratio/min", ratio)
     sums.add_mean("sampling/importance_sampling_ratio/mean", ratio)
     sums.add_max("sampling/importance_sampling_ratio/max", ratio)
-    sums.add_mean("sampling/masked_mean", ~kept)
+    sums.add_mean("sampling/masked_mean", ~outcome.kept)
     if sampler_mass is not None:
         sums.add_mean("sampling/sampler_mass", sampler_mass)
+    if outcome.truncated is not None:
+        sums.add_mean("sampling/truncated_mean", outcome.truncated)
+    if outcome.sequence_log_ratio is not None:
+        sums.add_min("sampling/sequence_log_ratio/min", outcome.sequence_log_ratio)
+        sums.add_mean("sampling/sequence_log_ratio/mean", outcome.sequence_log_ratio)
+        sums.add_max("sampling/sequence_log_ratio/max", outcome.sequence_log_ratio)
     sums.add_mean("entropy", entropy)
     sums.add_mean("clip_ratio/region_mean", low | high)
     sums.add_mean("clip_ratio/low_mean", low)
-    sums.add_min("clip_ratio/low_min", _fraction_per_sample(low, sample_index))
+    sums.add_min("clip_ratio/low_min", _fraction_per_sample(low, tokens.sample_index))
     sums.add_mean("clip_ratio/high_mean", high)
-    sums.add_max("clip_ratio/high_max", _fraction_per_sample(high, sample_index))
+    sums.add_max("clip_ratio/high_max", _fraction_per_sample(high, tokens.sample_index))
     return sums
 
 

@@ -110,7 +110,7 @@ def test_f202_the_reference_has_139_fields_and_all_are_here():
     beyond = {
         *("score_centering_tail", "weight_sync_backend", "verify_sync_every", "kv_after_sync", "regenerate_dropped"),
         *("tool_timeout", "tool_failure_limit", "tool_failure_window", "max_tool_result_chars", "long_conversation"),
-        *("turn_prompts", "reward_timeout"),
+        *("turn_prompts", "reward_timeout", "loss_type", "importance_ratio_cap"),
     }
     ours = set(_fields(AsyncGRPOConfig))
     assert beyond <= ours
@@ -175,6 +175,9 @@ def test_f165_f205_ignore_data_skip_is_always_true(tmp_path, caplog):
         ({"temperature": 0.0}, "temperature"),
         ({"dtype": "int8"}, "int8"),
         ({"score_centering_tail": "tail"}, "score_centering_tail"),
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"loss_type": "tis"}, "score_centering=False"),
+        ({"importance_ratio_cap": 0.0}, "importance_ratio_cap"),
         ({"vllm_importance_sampling_clip_min": 6.0}, "clip_min"),
         ({"max_staleness": -1}, "max_staleness"),
         ({"weight_sync_steps": 0}, "weight_sync_steps"),
