@@ -224,6 +224,14 @@ def test_decoupled_ppo_clips_around_the_proximal_policy(update, advantage, value
     assert out.trust_ratio.item() == close(update)
 
 
+def test_no_gradient_reaches_the_proximal_policy():
+    logp = torch.tensor([0.5]).log().requires_grad_()
+    proximal = torch.tensor([0.45]).log().requires_grad_()
+    tokens = TrainedTokens(logp, torch.tensor([0.4]).log(), torch.ones(1), torch.tensor([0]))
+    out = decoupled_ppo(tokens, chosen("decoupled_ppo"), proximal)
+    assert torch.autograd.grad(out.per_token.sum(), (logp, proximal), allow_unused=True)[1] is None
+
+
 # -- all of them
 
 
