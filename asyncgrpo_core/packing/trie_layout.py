@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncgrpo_core.errors import DataError
-from asyncgrpo_core.packing.trie import PrefixTrie, Segment
+from asyncgrpo_core.packing.trie import PrefixTrie
 from asyncgrpo_core.types import TrainingSample
 
 
@@ -67,16 +67,16 @@ def lay_out(trie: PrefixTrie) -> TreeLayout:
     lengths = np.array([s.end for s in order], np.int64) - starts
     cu_segments = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     shift = cu_segments[:-1] - starts  # of a segment: row index minus position
-    targets = [_targets(sample, leaf, shift, number) for sample, leaf in zip(trie.samples, trie.leaves, strict=True)]
+    target_positions, target_ids, counts = _loss_terms(trie, shift, number)
     return TreeLayout(
         input_ids=_join([s.tokens[s.start : s.end] for s in order]),
         position_ids=np.arange(cu_segments[-1]) - np.repeat(shift, lengths),
         cu_segments=cu_segments,
         parents=np.array([number.get(id(s.parent), -1) for s in order], np.int64),
         leaves=np.array([number[id(leaf)] for leaf in trie.leaves], np.int64),
-        target_positions=_join([positions for positions, _ in targets]),
-        target_ids=_join([ids for _, ids in targets]),
-        sample_index=np.repeat(np.arange(len(targets)), [len(ids) for _, ids in targets]).astype(np.int64),
+        target_positions=target_positions,
+        target_ids=target_ids,
+        sample_index=np.repeat(np.arange(len(counts)), counts),
     )
 
 
@@ -103,25 +103,43 @@ def key_value_index(layout: TreeLayout) -> tuple[np.ndarray, np.ndarray]:
     return _join(paths), np.cumsum([0] + [len(path) for path in paths], dtype=np.int64)
 
 
-def _targets(
-    sample: TrainingSample, leaf: Segment, shift: np.ndarray, number: dict[int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices that predict the sample's trained tokens, and those tokens."""
+def _loss_terms(
+    trie: PrefixTrie, shift: np.ndarray, number: dict[int, int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row indices that predict the trained tokens, those tokens, and how many each sample has.
+
+    Works on all samples laid end to end ("flat"), so that short samples do not cost a dozen numpy calls each.
+    """
+    for sample in trie.samples:
+        _check_mask(sample)
+    flat_starts = np.cumsum([0] + [s.sequence.num_tokens for s in trie.samples], dtype=np.int64)
+    masks = [s.sequence.loss_mask for s in trie.samples]
+    trained = np.flatnonzero(np.concatenate(masks)) if masks else np.empty(0, np.int64)
+    counts = np.diff(np.searchsorted(trained, flat_starts))
+    # the pieces of every sample's path, with their flat ends: a position lies in the first piece that ends after it
+    paths = [leaf.path() for leaf in trie.leaves]
+    pieces = np.array([number[id(segment)] for path in paths for segment in path], np.int64)
+    ends = np.array([segment.end for path in paths for segment in path], np.int64)
+    sizes = [len(path) for path in paths]
+    before = trained - 1
+    piece = np.searchsorted(ends + np.repeat(flat_starts[:-1], sizes), before, side="right")
+    positions = before - np.repeat(flat_starts[:-1], counts)
+    return positions + shift[pieces[piece]], _join([s.sequence.token_ids for s in trie.samples])[trained], counts
+
+
+def _check_mask(sample: TrainingSample) -> None:
     tokens, mask = sample.sequence.token_ids, sample.sequence.loss_mask
-    name = f"sample {sample.sample_id} of slot {tuple(sample.slot)}"
     if len(mask) != len(tokens):
         raise DataError(
-            f"{name}: token_ids and loss_mask have {len(tokens)} and {len(mask)} entries.",
+            f"sample {sample.sample_id} of slot {tuple(sample.slot)}: token_ids and loss_mask have {len(tokens)} and "
+            f"{len(mask)} entries.",
             "They must be equal; check the loop that built the sequence.",
         )
     if mask[0]:
-        raise DataError(f"{name}: its first token is trained.", "Nothing predicts it; start with a prompt token.")
-    trained = np.flatnonzero(mask)
-    before = trained - 1
-    path = leaf.path()
-    # the segment of a position is the first on the path that ends after it
-    which = np.searchsorted([segment.end for segment in path], before, side="right")
-    return before + shift[[number[id(segment)] for segment in path]][which], tokens[trained]
+        raise DataError(
+            f"sample {sample.sample_id} of slot {tuple(sample.slot)}: its first token is trained.",
+            "Nothing predicts it; start with a prompt token.",
+        )
 
 
 def _join(parts: list[np.ndarray]) -> np.ndarray:
