@@ -56,6 +56,8 @@ class TrainingSection(BaseModel):
     loss_type: Literal["async_grpo", "tis", "sequence_mask", "geometric_mask", "cispo", "gspo", "decoupled_ppo"] = (
         Field(default="async_grpo", description="async_grpo: by score_centering; the others need it false.")
     )
+    loss_normalization: Literal["tokens", "constant"] = Field(default="tokens", description="constant: Dr. GRPO.")
+    advantage_std: bool = Field(default=True, description="Divide advantages by the group's standard deviation.")
     importance_ratio_cap: float | None = Field(default=2.0, gt=0, description="Of tis, geometric_mask; null: no cap.")
 
     # -- pipeline

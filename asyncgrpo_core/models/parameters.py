@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.forward import causal_model
+from asyncgrpo_core.models.support import outside_text_model
 
 
 def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -20,6 +21,7 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     * With PEFT, a layer that carries adapters is yielded merged (reference: "merges the adapter into the base model
       and sends the full merged weights"). The merge happens on a copy of that one layer, so the base weights are
       never touched, not even by rounding, and at most one layer is held twice.
+    * Of a vision-language model the text model alone is yielded: the rest is frozen, the server has it already.
     * Sharded tensors are gathered; then every rank must iterate.
 
     Tensors may alias the live weights: copy or send them before the next optimizer step.
@@ -27,7 +29,10 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     base = causal_model(model)
     adapted = _adapter_modules(base)
     done: set[str] = set()
+    outside = outside_text_model(base)
     for name, parameter in base.named_parameters():  # a tied parameter comes once, under its first name
+        if name in outside:
+            continue
         owner = _owner(name, adapted)
         if owner is None:
             yield name, _full(parameter.detach())

@@ -27,6 +27,27 @@ def standardised_advantages(rewards: np.ndarray) -> np.ndarray:
     return advantages
 
 
+def centred_advantages(rewards: np.ndarray) -> np.ndarray:
+    """A = r - mean over the scored rollouts: not divided by the group's standard deviation (`advantage_std=False`).
+
+    Dividing makes a group that nearly always or nearly never succeeds weigh more than one that succeeds half the
+    time; without it a group weighs by the spread of its rewards, and the scale of the rewards is that of the loss.
+    Source: Dr. GRPO, arXiv 2503.20783.
+
+    Args:
+        rewards: float64 [G], NaN where no reward source scored the rollout.
+
+    Returns:
+        float64 [G]; 0 where the reward is NaN, and everywhere when no rollout was scored.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    scored = ~np.isnan(rewards)
+    advantages = np.zeros_like(rewards)
+    if scored.any():
+        advantages[scored] = rewards[scored] - rewards[scored].mean()
+    return advantages
+
+
 def group_outcome(rewards: np.ndarray) -> str:
     """What becomes of a group, from its rewards alone (never from the advantages a hook returned).
 

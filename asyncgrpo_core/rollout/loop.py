@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from asyncgrpo_core.errors import RolloutError
-from asyncgrpo_core.rollout.advantages import standardised_advantages
+from asyncgrpo_core.rollout.advantages import centred_advantages, standardised_advantages
 from asyncgrpo_core.rollout.chat.forks import fork_report
 from asyncgrpo_core.rollout.chat.format import ChatFormat
 from asyncgrpo_core.rollout.context import current_rollout, request_seed
@@ -203,11 +203,13 @@ class AsyncRolloutLoop:
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
         """One advantage per rollout, in the order of `group.rewards`: (r - mean) / (std + 1e-8), 0 where r is NaN.
 
+        With `advantage_std=False` it is r - mean.
+
         Runs for every group; a group whose scored rewards are all equal is then dropped, whatever this returns.
         """
         if group.rewards is None:
             raise RolloutError("compute_advantages was called before the group was scored.", "Set group.rewards first.")
-        return standardised_advantages(group.rewards)
+        return (standardised_advantages if self.config.advantage_std else centred_advantages)(group.rewards)
 
     async def setup(self) -> None:
         """Create what the other hooks need. Runs on the loop's event loop before the first prompt."""

@@ -110,6 +110,11 @@ class AsyncGRPOConfig(TrainingArguments):
     importance_ratio_cap: float | None = _help(
         "Largest importance weight of a token with loss_type tis and geometric_mask; None means no cap.", 2.0
     )
+    loss_normalization: str = _help(
+        '"tokens": trained tokens of the micro-batch; "constant": its samples times max_completion_length (Dr. GRPO).',
+        "tokens",
+    )
+    advantage_std: bool = _help("Divide advantages by the group's standard deviation.", True)
     weight_sync_backend: str | None = _help('"shm", "nccl", "ipc" or None (chosen from the devices).', None)
     verify_sync_every: int = _help("Prove delivery by a canary every this many syncs.", 1)
     kv_after_sync: str = _help(
@@ -267,6 +272,7 @@ class AsyncGRPOConfig(TrainingArguments):
             )
         cap = self.importance_ratio_cap
         _require(cap is None or cap > 0, "importance_ratio_cap", cap, "> 0, or None for no cap")
+        _one_of("loss_normalization", self.loss_normalization, "tokens", "constant")
         _require(self.token_budget is None or self.token_budget >= 1, "token_budget", self.token_budget, ">= 1")
         _require(self.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", self.max_concurrent_rollouts, ">= 1")
         _require(self.max_staleness >= 0, "max_staleness", self.max_staleness, ">= 0")

@@ -35,6 +35,7 @@ from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.forward import PolicyOutput
 from asyncgrpo_core.training.loss_sums import LossSums
 from asyncgrpo_core.training.offpolicy import LOSS_TYPES, OFF_POLICY_LOSSES, REFERENCE_LOSS, TokenLoss, TrainedTokens
+from asyncgrpo_core.training.offpolicy.normalisation import dr_grpo_normalizer, num_trained_samples
 from asyncgrpo_core.training.offpolicy.tokens import clipped_surrogate, masked_exp
 
 # Both tail masses are floored here before they are divided (loss.md): a head that covers everything has no tail.
@@ -57,6 +58,8 @@ class LossSettings:
     clip_max: float = 5.0  # vllm_importance_sampling_clip_max
     loss_type: str = REFERENCE_LOSS
     importance_ratio_cap: float | None = 2.0  # None means no cap
+    loss_normalization: Literal["tokens", "constant"] = "tokens"
+    budget: int = 2048  # max_completion_length; read by loss_normalization="constant"
 
     def __post_init__(self) -> None:
         self._check_loss_type()
@@ -107,7 +110,15 @@ class LossSettings:
             clip_max=config.vllm_importance_sampling_clip_max,  # type: ignore[attr-defined]
             loss_type=config.loss_type,  # type: ignore[attr-defined]
             importance_ratio_cap=config.importance_ratio_cap,  # type: ignore[attr-defined]
+            loss_normalization=config.loss_normalization,  # type: ignore[attr-defined]
+            budget=config.max_completion_length,  # type: ignore[attr-defined]
         )
+
+    def normalizer(self, row: Mapping[str, Tensor]) -> float:
+        """What the sum over the tokens of `row` is divided by: its trained tokens, or Dr. GRPO's constant."""
+        if self.loss_normalization == "tokens":
+            return float(len(row["target_ids"]))
+        return dr_grpo_normalizer(num_trained_samples(row["sample_index"]), self.budget)
 
     def in_range(self, ratio: Tensor) -> Tensor:
         return (ratio >= self.clip_min) & (ratio <= self.clip_max)

@@ -275,7 +275,7 @@ class AsyncGRPOTrainer(Trainer):
         """Mean loss over the trained tokens of one micro-batch; its sums go to the metrics window."""
         with self.clock.part("fwd"):
             output = model(**inputs, temperature=self.args.temperature)
-            normalizer = inputs["target_ids"].shape[0]
+            normalizer = self.loss_settings.normalizer(inputs)
             loss, sums = async_grpo_loss(output, inputs, self.loss_settings, normalizer)
         self.window.extend(sums.events())
         return (loss, output) if return_outputs else loss

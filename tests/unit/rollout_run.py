@@ -41,6 +41,7 @@ def config_of(server: FakeVLLM | None = None, **changes: Any) -> SimpleNamespace
         "train_sampling_strategy": "sequential",
         "seed": 42,
         "max_tool_calling_iterations": None,
+        "advantage_std": True,
         "tool_timeout": 10.0,
         "tool_failure_limit": 0.95,
         "tool_failure_window": 200,

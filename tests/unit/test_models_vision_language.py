@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForC
 
 from asyncgrpo_core.models.forward import causal_model, install_packed_forward
 from asyncgrpo_core.models.loading import load_policy
+from asyncgrpo_core.models.parameters import iter_server_parameters
 from asyncgrpo_core.models.support import outside_text_model
 from asyncgrpo_core.packing import pack_row
 from tests.unit.policy_cases import (
@@ -112,3 +113,11 @@ def test_f188_a_row_of_text_equals_its_samples_forwarded_alone_by_the_vision_lan
     (weight * got).sum().backward()
     expected = {name: g for name, g in gradients(plain).items() if "visual" not in name}
     assert_same_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("adapter", [None, peft.LoraConfig(r=2, target_modules="all-linear")], ids=["full", "adapter"])
+def test_f189_the_tower_is_not_sent_to_the_server(adapter):
+    plain = tiny_vision_language_model()
+    model = load_policy(tiny_vision_language_model(), config(), peft_config=adapter)
+    sent = {name for name, _ in iter_server_parameters(model)}
+    assert sent == {name for name, _ in plain.named_parameters() if not name.startswith("model.visual.")}

@@ -1,6 +1,7 @@
 """`loss_type` from a run's config to the gradient of a model, DAPO's parts, and what is refused."""
 
 import typing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from asyncgrpo_core.models.forward import PolicyOutput, install_packed_forward
 from asyncgrpo_core.packing import pack_row
 from asyncgrpo_core.rewards import get_soft_overlong_punishment
 from asyncgrpo_core.rollout.advantages import standardised_advantages
+from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
 from asyncgrpo_core.training.offpolicy import LOSS_TYPES
 from tests.unit.policy_cases import assert_same_gradients, gradients, some_samples, tiny_policy
@@ -117,3 +119,20 @@ def test_overlong_shaping_lowers_the_advantage_of_long_answers_only():
     std = (sum((v - mean) ** 2 for v in values) / 5) ** 0.5
     np.testing.assert_allclose(advantages, [(v - mean) / (std + 1e-8) for v in values], rtol=1e-12)
     assert advantages[2] < advantages[0] and advantages[3] == advantages[1]
+
+
+# -- Dr. GRPO, arXiv 2503.20783
+
+
+def test_the_constant_divisor_is_samples_times_max_completion_length(tmp_path):
+    row = pack_row(some_samples(seed=5, count=6), 0)
+    constant = settings_of(tmp_path, loss_normalization="constant", max_completion_length=50)
+    assert constant.normalizer(row) == 300.0
+    assert settings_of(tmp_path).normalizer(row) == len(row["target_ids"])
+
+
+def test_the_loop_leaves_the_std_out_when_told():
+    group = SimpleNamespace(rewards=np.array([0.0, 4.0]))
+    for wanted, advantages in ((True, [-1.0, 1.0]), (False, [-2.0, 2.0])):
+        loop = SimpleNamespace(config=SimpleNamespace(advantage_std=wanted))
+        np.testing.assert_allclose(AsyncRolloutLoop.compute_advantages(loop, group), advantages, rtol=1e-7)

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from asyncgrpo_core.rollout.advantages import group_outcome, group_std, standardised_advantages
+from asyncgrpo_core.rollout.advantages import centred_advantages, group_outcome, group_std, standardised_advantages
 
 NAN = float("nan")
 
@@ -53,3 +53,12 @@ def test_outcomes(rewards, outcome) -> None:
 def test_group_std_ignores_unscored() -> None:
     assert group_std(np.array([1.0, NAN, 3.0])) == 1.0
     assert group_std(np.array([NAN])) == 0.0
+
+
+def test_without_std_only_the_mean_is_taken_away() -> None:
+    """Dr. GRPO, arXiv 2503.20783: the spread of the rewards stays in the advantage; unscored rollouts get 0."""
+    np.testing.assert_allclose(centred_advantages(np.array([1.0, NAN, -2.0, 4.0])), [0.0, 0.0, -3.0, 3.0], rtol=1e-12)
+    np.testing.assert_array_equal(centred_advantages(np.full(3, NAN)), np.zeros(3))
+    wide = np.array([0.0, 2.0, 1.0])
+    np.testing.assert_allclose(centred_advantages(10 * wide), 10 * centred_advantages(wide), rtol=1e-12)
+    np.testing.assert_allclose(standardised_advantages(10 * wide), standardised_advantages(wide), rtol=1e-6)
