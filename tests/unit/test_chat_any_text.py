@@ -79,4 +79,5 @@ def test_a_reply_that_repeats_itself_is_read_in_linear_time(family: str, scrap: 
 def test_no_tokens_make_parse_raise(ids: list[int], family: str) -> None:
     chat = chat_of(family)
     size = len(chat.tokenizer)
-    chat.parse(list(prompt_of(family)), [i % size for i in ids], TOOLS)
+    reply = chat.parse(list(prompt_of(family)), [i % size for i in ids], TOOLS)
+    assert isinstance(reply.message["content"], str) and isinstance(reply.message["raw"], str)

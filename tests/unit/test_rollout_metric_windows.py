@@ -175,6 +175,7 @@ async def test_many_groups_are_scored_at_once(tmp_path) -> None:
             return len(run.ended()) >= 12
 
         await run.until(all_inside)
+    assert held.entered >= 12 and len({r.slot for r in run.ended()}) >= 12
 
 
 # -- names
