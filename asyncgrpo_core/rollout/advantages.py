@@ -18,13 +18,7 @@ def standardised_advantages(rewards: np.ndarray) -> np.ndarray:
     Returns:
         float64 [G]; 0 where the reward is NaN, and everywhere when no rollout was scored.
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    scored = ~np.isnan(rewards)
-    advantages = np.zeros_like(rewards)
-    if scored.any():
-        values = rewards[scored]
-        advantages[scored] = (values - values.mean()) / (values.std() + _STD_FLOOR)
-    return advantages
+    return centred_advantages(rewards) / (group_std(rewards) + _STD_FLOOR)
 
 
 def centred_advantages(rewards: np.ndarray) -> np.ndarray:
