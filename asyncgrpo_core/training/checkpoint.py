@@ -14,11 +14,14 @@ import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncgrpo_core.errors import CheckpointError
 from asyncgrpo_core.manifest import STATE_NAME, manifest_of, newest_checkpoint, problem_with
 from asyncgrpo_core.types import TrainingSample
+
+if TYPE_CHECKING:
+    from asyncgrpo_core.training.pipeline import Pipeline
 
 SAMPLES_NAME = "buffered_samples.pkl"
 SCHEMA = 1
@@ -58,6 +61,14 @@ def save_rollout_state(folder: Path, state: RolloutState, samples: list[Training
         ) from error
     _write_synced(temporary, encoded)
     os.replace(temporary, folder / STATE_NAME)
+
+
+def complete_checkpoint(folder: Path, pipeline: Pipeline, global_step: int) -> None:
+    """Put the books and the rollout state of a pipeline beside the Trainer's files."""
+    assert pipeline.ledger is not None
+    samples = pipeline.buffered_samples()
+    pipeline.ledger.snapshot(folder / "ledger.sqlite")
+    save_rollout_state(folder, pipeline.rollout_state(global_step), samples)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -25,9 +25,10 @@ from asyncgrpo_core.sync.reports import SyncReport
 from asyncgrpo_core.training.checkpoint import RolloutState
 from asyncgrpo_core.training.clock import OverlapMeter
 from asyncgrpo_core.training.config import AsyncGRPOConfig
-from asyncgrpo_core.training.run_context import Counters, PolicyLink, RunContext, count_one_more, set_aside
+from asyncgrpo_core.training.run_context import Counters, PolicyLink, RunContext, close_all, count_one_more, set_aside
 from asyncgrpo_core.training.servers import meet_servers
 from asyncgrpo_core.training.source import SampleSource, Step, TokenAllowance
+from asyncgrpo_core.training.sync_metrics import record_sync
 from asyncgrpo_core.types import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -216,14 +217,7 @@ class Pipeline:
         self.policy_version += 1
         self._unsynced_steps = 0
         self.worker.set_version(self.policy_version)
-        for name in ("pause", "barrier", "transfer"):
-            self.window.add(f"perf/weight_sync_{name}_s", getattr(report, f"{name}_s"))
-        self.window.add("perf/weight_sync_s", report.total_s)
-        if len(self.publisher.versions) > 1:
-            self.window.add("sync/servers_left_out_count", len(self.publisher.left_out))
-        if report.max_abs_logp_diff is not None:  # beyond the reference: how far the server's canary was off
-            self.window.add("sync/canary_logp_difference/max", report.max_abs_logp_diff)
-            self.window.add("sync/verify_s", report.verify_s)
+        record_sync(self.window, report, self.publisher)
         return report
 
     def finish(self) -> None:
@@ -235,7 +229,6 @@ class Pipeline:
 
     def stop(self) -> None:
         """Close everything that was opened. The first error is raised after all were tried."""
-        errors: list[Exception] = []
         closers: list[Callable[[], object]] = []
         if self.overlap is not None:
             closers.append(self.overlap.stop)
@@ -247,15 +240,8 @@ class Pipeline:
             closers.append(self.source.drain)
         if self.ledger is not None:
             closers.append(self.ledger.close)
-        for close in closers:
-            try:
-                close()
-            except Exception as error:
-                logger.exception("Closing a part of the pipeline failed")
-                errors.append(error)
         self._stopped = True
-        if errors:
-            raise errors[0]
+        close_all(closers)
 
     # -- what is known --------------------------------------------------------------------------------------------
 

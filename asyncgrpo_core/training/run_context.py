@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,3 +69,16 @@ def set_aside(ledger: Path) -> None:
         old = ledger.with_name(ledger.name + suffix)
         if old.exists():
             old.rename(ledger.with_name(f"ledger-{stamp}.sqlite{suffix}"))
+
+
+def close_all(closers: Iterable[Callable[[], object]]) -> None:
+    """Call every closer, whatever the others do. The first error is raised after all were tried."""
+    errors: list[Exception] = []
+    for close in closers:
+        try:
+            close()
+        except Exception as error:
+            logger.exception("Closing a part of the pipeline failed")
+            errors.append(error)
+    if errors:
+        raise errors[0]

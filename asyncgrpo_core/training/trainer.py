@@ -9,9 +9,8 @@ the loss is (`compute_loss`), what happens when a step ends (`PipelineCallback`)
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,46 +19,30 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.metrics import MetricWindow
-from asyncgrpo_core.models.forward import install_packed_forward
-from asyncgrpo_core.models.loading import load_policy, load_processing_class
 from asyncgrpo_core.packing.layout import pack_row
 from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.rollout.worker import refuse_unguarded_script
 from asyncgrpo_core.training.callbacks import PipelineCallback
-from asyncgrpo_core.training.checkpoint import load_rollout_state, resolve_resume, save_rollout_state
+from asyncgrpo_core.training.checkpoint import complete_checkpoint, load_rollout_state, resolve_resume
 from asyncgrpo_core.training.clock import StepClock
 from asyncgrpo_core.training.completions import format_completions
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.cores import share_cores
 from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_funcs
+from asyncgrpo_core.training.live_batches import LiveBatches, initial_training_values, no_collator
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
 from asyncgrpo_core.training.pipeline import Pipeline
 from asyncgrpo_core.training.policy_link import policy_link
 from asyncgrpo_core.training.run_context import RunContext
 from asyncgrpo_core.training.source import Step
 from asyncgrpo_core.training.step_metrics import add_length_bias, record_batch, record_performance, record_samples
+from asyncgrpo_core.training.trainer_parts import default_args, eos_token_ids, load_parts, name_of
+from asyncgrpo_core.training.trainer_summary import summarise
 from asyncgrpo_core.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
 RewardFunc = Callable[..., list[float]]
-
-
-class _Live:
-    """Stands where the Trainer wants a data loader; rows come through `get_batch_samples`. Has no length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-def _no_collator(rows: list[Any]) -> dict[str, Any]:
-    raise AssertionError("rows are packed by get_batch_samples; nothing is collated")
-
-
-def _eos_token_ids(policy: Any, processing_class: Any) -> list[int]:
-    """Every token that ends a reply: the generation config's and the tokenizer's (a chat template's end of turn)."""
-    own = processing_class.eos_token_id
-    return sorted({*policy.eos_token_ids, *([] if own is None else [own])})
 
 
 class AsyncGRPOTrainer(Trainer):
@@ -105,8 +88,7 @@ class AsyncGRPOTrainer(Trainer):
     ) -> None:
         refuse_unguarded_script()
         if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = AsyncGRPOConfig(output_dir=f"{Path(name).name}-AsyncGRPO")
+            args = default_args(model)
         if args.world_size > 1:
             raise ConfigError(
                 f"{args.world_size} trainer ranks were started; this version trains on one.", "Start one process."
@@ -114,20 +96,14 @@ class AsyncGRPOTrainer(Trainer):
         share_cores(args)
         reward_funcs = normalise_reward_funcs(reward_funcs, environment_factory, self.loop_cls)
         num_rows = check_dataset(train_dataset, environment_factory, args.max_steps)
-        model_name = model if isinstance(model, str) else model.config._name_or_path
-        policy = load_policy(model, args, peft_config=peft_config)
-        if processing_class is None:
-            processing_class = load_processing_class(model_name, args)
-        else:
-            processing_class = load_processing_class(processing_class, args)
-        install_packed_forward(policy)
+        policy, processing_class = load_parts(model, args, processing_class, peft_config)
         self.window = MetricWindow()
         self.clock = StepClock()
         self.run = run or RunContext(run_dir=Path(args.output_dir or "trainer_output"))
         super().__init__(
             model=policy,
             args=args,
-            data_collator=_no_collator,
+            data_collator=no_collator,
             train_dataset=train_dataset,
             processing_class=processing_class,
             callbacks=[PipelineCallback(self), *(callbacks or [])],
@@ -138,18 +114,18 @@ class AsyncGRPOTrainer(Trainer):
         self._stop_reason: str | None = None
         self.training_has_ended = False
         self._step: Step | None = None
-        self._resume_folder: Path | None = None
+        self.resume_folder: Path | None = None
         self.pipeline = Pipeline(
             args,
             self.run,
-            model_name=model_name,
+            model_name=name_of(model),
             num_rows=num_rows,
             worker_arguments={
                 "loop_cls": self.loop_cls,
                 "dataset": train_dataset,
                 "reward_funcs": reward_funcs,
                 "processing_class": processing_class,
-                "eos_token_ids": _eos_token_ids(policy, processing_class),
+                "eos_token_ids": eos_token_ids(policy, processing_class),
                 "tools": tools,
                 "environment_factory": environment_factory,
             },
@@ -178,10 +154,10 @@ class AsyncGRPOTrainer(Trainer):
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        self._resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir or "trainer_output"))
+        self.resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir or "trainer_output"))
         self._stop_reason = None
         self.training_has_ended = False
-        folder = None if self._resume_folder is None else str(self._resume_folder)
+        folder = None if self.resume_folder is None else str(self.resume_folder)
         failed = True
         try:
             output = super().train(folder, trial, ignore_keys_for_eval)
@@ -201,9 +177,9 @@ class AsyncGRPOTrainer(Trainer):
     def start_pipeline(self) -> None:
         """Bring server, sync and worker up (called when the Trainer has prepared model and optimizer)."""
         resumed = None
-        if self._resume_folder is not None:
-            state, samples = load_rollout_state(self._resume_folder)
-            resumed = (state, samples, self._resume_folder)
+        if self.resume_folder is not None:
+            state, samples = load_rollout_state(self.resume_folder)
+            resumed = (state, samples, self.resume_folder)
         self.pipeline.start(policy_link(self), resumed)
         self.clock = StepClock()
 
@@ -228,25 +204,11 @@ class AsyncGRPOTrainer(Trainer):
     # -- what the transformers loop asks --------------------------------------------------------------------------
 
     def get_train_dataloader(self):  # type: ignore[override]
-        return _Live()
+        return LiveBatches()
 
     def set_initial_training_values(self, args, dataloader):  # type: ignore[override]
-        """Steps are unknown beforehand: `max_steps` when set, else a ceiling that the epoch stop never reaches."""
-        max_steps = args.max_steps
-        if max_steps <= 0:
-            # Every kept group gives at least one sample and every step trains at least one sample.
-            rows = self.pipeline.num_rows or 1
-            max_steps = int(args.num_train_epochs * rows + 1) * args.num_generations * 100
-        accumulation = args.gradient_accumulation_steps
-        return (
-            sys.maxsize,
-            max_steps,
-            max_steps * accumulation,
-            max_steps * accumulation,
-            accumulation,
-            (max_steps * accumulation),
-            max_steps,
-        )
+        """See `live_batches.initial_training_values`."""
+        return initial_training_values(args, self.pipeline.num_rows)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):  # type: ignore[override]
         """The rows of the next step; none, with the stop flag set, when training is over."""
@@ -316,34 +278,11 @@ class AsyncGRPOTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if not folder.is_dir():  # rotated away already
-            return
-        assert self.pipeline.ledger is not None
-        samples = self.pipeline.buffered_samples()
-        self.pipeline.ledger.snapshot(folder / "ledger.sqlite")
-        save_rollout_state(folder, self.pipeline.rollout_state(self.state.global_step), samples)
+        if folder.is_dir():  # else rotated away already
+            complete_checkpoint(folder, self.pipeline, self.state.global_step)
 
     # -- what is known --------------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
         """The trainer's part of run_summary.json."""
-        counters = self.pipeline.current_counters()
-        rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
-        tenth = max(len(rewards) // 10, 1)
-        seconds = max(counters.train_s, 1e-9)
-        return {
-            "global_step": self.state.global_step,
-            "resumed_from": None if self._resume_folder is None else str(self._resume_folder),
-            "train_s": counters.train_s,
-            "reward": {
-                "first": sum(rewards[:tenth]) / tenth if rewards else None,
-                "last": sum(rewards[-tenth:]) / tenth if rewards else None,
-            },
-            "ledger": self.pipeline.ledger_counts(),
-            "weight_sync": counters.sync or None,
-            "throughput": {
-                "generated_tokens_per_s": counters.generated_tokens / seconds,
-                "trained_tokens_per_s": counters.trained_tokens / seconds,
-                "overlap_frac": counters.overlapped_s / counters.window_s if counters.window_s else 0.0,
-            },
-        }
+        return summarise(self)

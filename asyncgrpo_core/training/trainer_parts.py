@@ -1,0 +1,37 @@
+"""What the trainer's constructor makes of its arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from asyncgrpo_core.models.forward import install_packed_forward
+from asyncgrpo_core.models.loading import load_policy, load_processing_class
+from asyncgrpo_core.training.config import AsyncGRPOConfig
+
+
+def name_of(model: str | PreTrainedModel) -> str:
+    """Id or folder of a model."""
+    return model if isinstance(model, str) else model.config._name_or_path
+
+
+def default_args(model: str | PreTrainedModel) -> AsyncGRPOConfig:
+    """The configuration of a trainer that was given none."""
+    return AsyncGRPOConfig(output_dir=f"{Path(name_of(model)).name}-AsyncGRPO")
+
+
+def load_parts(
+    model: str | PreTrainedModel, args: AsyncGRPOConfig, processing_class: Any, peft_config: Any
+) -> tuple[Any, Any]:
+    """The policy with its packed forward, and its tokenizer (loaded by the model's name when none is given)."""
+    policy = load_policy(model, args, peft_config=peft_config)
+    processing_class = load_processing_class(name_of(model) if processing_class is None else processing_class, args)
+    return install_packed_forward(policy), processing_class
+
+
+def eos_token_ids(policy: Any, processing_class: Any) -> list[int]:
+    """Every token that ends a reply: the generation config's and the tokenizer's (a chat template's end of turn)."""
+    own = processing_class.eos_token_id
+    return sorted({*policy.eos_token_ids, *([] if own is None else [own])})
