@@ -63,14 +63,22 @@ class ControlClient:
         self.phase = ""
         self.error: BaseException | None = None
         self.failed = threading.Event()
+        self.initialised = threading.Event()  # the server says that its side of the channel is open
 
     def expect(self) -> threading.Event:
         """Forget earlier errors; the event returned is set when a call from now on fails."""
         self.error, self.phase, self.failed = None, "", threading.Event()
+        self.initialised = threading.Event()
         return self.failed
+
+    def fail(self, error: BaseException) -> None:
+        """End the work that is running with `error`, although nothing of it returned."""
+        self.error = error
+        self.failed.set()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer", lambda: self._control.init_weight_transfer(init_info))
+        self.initialised.set()
 
     def start_weight_update(self) -> None:
         self._call("start_weight_update", self._control.start_weight_update)
@@ -87,8 +95,7 @@ class ControlClient:
         try:
             call()
         except BaseException as error:
-            self.error = error
-            self.failed.set()
+            self.fail(error)
             raise
 
 
@@ -107,8 +114,8 @@ def run_with_deadline(work: Callable[[], T], *, timeout_s: float, client: Contro
 
     Raises:
         WeightSyncError: the deadline passed.
-        BaseException: what `work` raised, or what the server answered to a call of `client` meanwhile
-            (then `work` may hang in a collective for ever; its thread is left behind).
+        BaseException: what `work` raised, or what the server answered to a call of `client` meanwhile, or what
+            `client.fail` was given (then `work` may hang in a collective for ever; its thread is left behind).
     """
     done = threading.Event()
     failed = client.expect()

@@ -39,6 +39,11 @@ class IpcBackend(TrainerEngineBackend):
                     f"The server refused the CUDA IPC handles: {error}",
                     "Start the server with VLLM_ALLOW_INSECURE_SERIALIZATION=1 in its environment.",
                 ) from error
+            if "IPC handle not found for GPU UUID" in str(error):
+                raise WeightSyncError(
+                    f"The server computes on another GPU than the trainer: {error}",
+                    "Start both on one GPU (CUDA_VISIBLE_DEVICES), or use the backend 'nccl' on both sides.",
+                ) from error
             raise
 
     def _vllm_engine(self, client: ControlClient, source: ParameterSource, world_size: int) -> Any:

@@ -93,6 +93,9 @@ class Servers:
                 timeout_s=args.vllm_server_timeout,
                 trainer_dtype=policy.dtype,
                 trainer_device=policy.device,
+                # Nobody can ask the server which GPU it is on; who set it up for ipc says so, and vLLM compares the
+                # GPUs' serial numbers at every transfer.
+                same_gpu="ipc" in (args.weight_sync_backend, capabilities.weight_transfer_backend),
                 on_failed=on_failed,
             )
 

@@ -126,6 +126,17 @@ def test_serve_starts_nothing_beside_servers_that_run():
 # what holds for all
 
 
+@pytest.mark.parametrize("backend", ["ipc", "nccl"])
+@pytest.mark.parametrize("said", [True, False])
+def test_what_the_server_was_started_for_says_whether_the_gpu_is_shared(tmp_path, backend, said):
+    """The config need not name the backend; "ipc" means one GPU for both, wherever it is said."""
+    settings = {"weight_sync_backend": backend} if said else {}
+    made = servers(tmp_path, capabilities(weight_transfer_backend=backend, device_type="cuda"), **settings)
+    made.policy = replace(POLICY, device="cuda")
+    (server,) = made.sync_servers()
+    assert server.make_publisher(lambda: None).backend.name == backend
+
+
 def test_the_smallest_bounds_hold(tmp_path):
     """F102: the default token_budget is the shortest max_model_len."""
     made = servers(tmp_path, capabilities(max_model_len=512, max_logprobs=-1), capabilities(max_model_len=300))
