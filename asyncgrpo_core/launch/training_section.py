@@ -67,6 +67,8 @@ class TrainingSection(BaseModel):
     weight_sync_steps: int = Field(default=1, ge=1, description="Steps between weight syncs.")
     rollout_worker_timeout: float = Field(default=300.0, gt=0, description="Seconds without heartbeat: hung.")
     regenerate_dropped: bool = Field(default=True, description="Generate stale and failed groups again.")
+    synchronous: bool = Field(default=False, description="Alternate generation and training.")
+    max_nonfinite_steps: int = Field(default=3, ge=1, description="Skipped steps in a row before the run stops.")
     weight_sync_backend: Literal["shm", "nccl", "ipc"] | None = Field(default=None, description="null: by device.")
     verify_sync_every: int = Field(default=1, ge=1, description="Prove delivery every this many syncs.")
     kv_after_sync: Literal["recompute", "keep"] = Field(default="recompute", description="Caches after a sync.")

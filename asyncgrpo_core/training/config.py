@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
-from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.training.offpolicy import LOSS_TYPES, REFERENCE_LOSS
+from asyncgrpo_core.training.config_checks import check_pipeline, check_sampling, check_training
 
 logger = logging.getLogger(__name__)
-
-# transformers' schedules that do not look at the number of steps of the whole run.
-_SCHEDULES_WITHOUT_HORIZON = ("constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
 
 
 def _help(text: str, default: Any, **kwargs: Any) -> Any:
@@ -124,6 +119,14 @@ class AsyncGRPOConfig(TrainingArguments):
         "Generate stale and failed groups again, at most twice; False drops them at once (the reference).",
         True,
     )
+    synchronous: bool = _help(
+        "Alternate generation and training instead of overlapping them: rollouts are generated only while the trainer "
+        "waits for a step's samples. The baseline for what overlapping gains.",
+        False,
+    )
+    max_nonfinite_steps: int = _help(
+        "Steps in a row whose loss or gradient is not finite before the run stops; each of them is skipped.", 3
+    )
 
     # -- tools, environments, rewards (beyond the reference)
     tool_timeout: float = _help("Seconds a tool, reset() or get_reward() may take; then it counts as failed.", 300.0)
@@ -155,9 +158,9 @@ class AsyncGRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._resolve_device()
-        self._check_training()
-        self._check_sampling()
-        self._check_pipeline()
+        check_training(self)
+        check_sampling(self)
+        check_pipeline(self)
         if not self.ignore_data_skip:
             logger.warning("ignore_data_skip=False has no meaning for a live rollout queue; using True.")
             self.ignore_data_skip = True
@@ -187,130 +190,3 @@ class AsyncGRPOConfig(TrainingArguments):
             changed.append("gradient_checkpointing=False")
         if changed:
             logger.info("No accelerator in use: %s (pass them to decide yourself).", ", ".join(changed))
-
-    def _check_training(self) -> None:
-        if self.remove_unused_columns:
-            raise ConfigError(
-                "remove_unused_columns=True would take away the dataset columns that reward functions need.",
-                "Leave it at False.",
-            )
-        if self.use_liger_kernel:
-            raise ConfigError("use_liger_kernel=True is not supported.", "Leave it at False.")
-        self._check_sharding()
-        self._check_schedule()
-        coefficient = self.router_aux_loss_coef
-        _require(coefficient is None or coefficient >= 0, "router_aux_loss_coef", coefficient, ">= 0")
-        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
-            raise ConfigError(f"dtype={self.dtype!r} is unknown.", 'Use "auto", "bfloat16", "float16" or "float32".')
-        if self.score_centering_tail not in ("model", "head"):
-            raise ConfigError(
-                f"score_centering_tail={self.score_centering_tail!r} is unknown.", 'Use "model" or "head".'
-            )
-
-    def _check_sharding(self) -> None:
-        """Refuse what an argument asks for, and what `accelerate launch` asks for through the environment."""
-        if self.deepspeed or _switched_on("ACCELERATE_USE_DEEPSPEED"):
-            raise ConfigError("DeepSpeed is not supported.", "Use FSDP2 (fsdp, fsdp_config) for sharded training.")
-        from_environment = _switched_on("ACCELERATE_USE_PARALLELISM_CONFIG")
-        for name in ("cp_size", "sp_size"):
-            size = getattr(self.parallelism_config, name, None)
-            if self.parallelism_config is None and from_environment:
-                size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))
-            if (size or 1) > 1:
-                raise ConfigError(f"parallelism_config.{name}={size} is not supported.", f"Set {name}=1.")
-
-    def _check_schedule(self) -> None:
-        """Without max_steps the number of steps is a ceiling far above what is run: nothing can be a share of it."""
-        schedule = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        if self.max_steps > 0 or schedule == "constant":
-            return
-        if 0 < self.warmup_steps < 1:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps} is a share of all steps, and their number is not known beforehand: "
-                "the learning rate would stay near zero.",
-                "Set max_steps, or give warmup_steps as a number of steps.",
-            )
-        if schedule not in _SCHEDULES_WITHOUT_HORIZON:
-            logger.warning(
-                "lr_scheduler_type=%r decays over max_steps, which is not set: the number of steps is not known "
-                "beforehand, so the learning rate will hardly decay. Set max_steps.",
-                schedule,
-            )
-
-    def _check_sampling(self) -> None:
-        if self.num_generations < 2:
-            raise ConfigError(
-                f"num_generations={self.num_generations}: an advantage needs at least two rollouts of a prompt.",
-                "Set num_generations to 2 or more (the default is 8).",
-            )
-        _require(self.max_completion_length >= 1, "max_completion_length", self.max_completion_length, ">= 1")
-        _require(self.temperature > 0, "temperature", self.temperature, "> 0 (0 gives copies of one rollout)")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps the whole vocabulary)")
-        _require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        if (self.top_p < 1 or (self.min_p or 0) > 0) and self.top_k == 0:
-            raise ConfigError(
-                f"top_p={self.top_p}, min_p={self.min_p} need top_k: vLLM bounds the candidate set with it.",
-                "Set top_k, for example top_k=512.",
-            )
-        _require(self.num_sampler_logprobs >= 1, "num_sampler_logprobs", self.num_sampler_logprobs, ">= 1")
-
-    def _check_pipeline(self) -> None:
-        _require(self.epsilon >= 0, "epsilon", self.epsilon, ">= 0")
-        _require(self.epsilon_high is None or self.epsilon_high >= 0, "epsilon_high", self.epsilon_high, ">= 0")
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if not 0 <= low < high:
-            raise ConfigError(
-                f"vllm_importance_sampling_clip_min={low} and _max={high} leave no ratio.",
-                "Use 0 <= min < max.",
-            )
-        _one_of("loss_type", self.loss_type, *LOSS_TYPES)
-        if self.loss_type != REFERENCE_LOSS and self.score_centering:
-            raise ConfigError(
-                f"loss_type={self.loss_type!r} takes the place of score centering, which is on.",
-                "Set score_centering=False beside it.",
-            )
-        cap = self.importance_ratio_cap
-        _require(cap is None or cap > 0, "importance_ratio_cap", cap, "> 0, or None for no cap")
-        _one_of("loss_normalization", self.loss_normalization, "tokens", "constant")
-        _require(self.token_budget is None or self.token_budget >= 1, "token_budget", self.token_budget, ">= 1")
-        _require(self.max_concurrent_rollouts >= 1, "max_concurrent_rollouts", self.max_concurrent_rollouts, ">= 1")
-        _require(self.max_staleness >= 0, "max_staleness", self.max_staleness, ">= 0")
-        _require(self.weight_sync_steps >= 1, "weight_sync_steps", self.weight_sync_steps, ">= 1")
-        _require(self.verify_sync_every >= 1, "verify_sync_every", self.verify_sync_every, ">= 1")
-        _require(self.rollout_worker_timeout > 0, "rollout_worker_timeout", self.rollout_worker_timeout, "> 0")
-        if self.weight_sync_backend not in (None, "shm", "nccl", "ipc"):
-            raise ConfigError(
-                f"weight_sync_backend={self.weight_sync_backend!r} is unknown.",
-                'Use "shm", "nccl", "ipc" or None.',
-            )
-        _require(self.tool_timeout > 0, "tool_timeout", self.tool_timeout, "> 0")
-        _require(0 < self.tool_failure_limit <= 1, "tool_failure_limit", self.tool_failure_limit, "in (0, 1]")
-        _require(self.tool_failure_window >= 1, "tool_failure_window", self.tool_failure_window, ">= 1")
-        _require(self.max_tool_result_chars >= 1, "max_tool_result_chars", self.max_tool_result_chars, ">= 1")
-        _require(self.reward_timeout > 0, "reward_timeout", self.reward_timeout, "> 0")
-        rounds = self.max_tool_calling_iterations
-        _require(rounds is None or rounds >= 0, "max_tool_calling_iterations", rounds, ">= 0, or None for no limit")
-        _one_of("long_conversation", self.long_conversation, "stop", "end")
-        _one_of("turn_prompts", self.turn_prompts, "render", "append")
-        if not self.server_urls or len(set(self.server_urls)) != len(self.server_urls):
-            raise ConfigError(
-                f"vllm_server_base_url={self.vllm_server_base_url!r} names no server, or one twice.",
-                "Give one base URL, or a list of different ones.",
-            )
-        if self.kv_after_sync not in ("recompute", "keep"):
-            raise ConfigError(f"kv_after_sync={self.kv_after_sync!r} is unknown.", 'Use "recompute" or "keep".')
-
-
-def _switched_on(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
-
-
-def _require(ok: bool, name: str, value: Any, wanted: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name}={value!r} is out of range.", f"It must be {wanted}.")
-
-
-def _one_of(name: str, value: str, *allowed: str) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is unknown.", f"Use {' or '.join(map(repr, allowed))}.")

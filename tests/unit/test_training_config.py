@@ -111,7 +111,7 @@ def test_f202_the_reference_has_139_fields_and_all_are_here():
         *("score_centering_tail", "weight_sync_backend", "verify_sync_every", "kv_after_sync", "regenerate_dropped"),
         *("tool_timeout", "tool_failure_limit", "tool_failure_window", "max_tool_result_chars", "long_conversation"),
         *("turn_prompts", "reward_timeout", "loss_type", "importance_ratio_cap"),
-        *("loss_normalization", "advantage_std"),
+        *("loss_normalization", "advantage_std", "synchronous", "max_nonfinite_steps"),
     }
     ours = set(_fields(AsyncGRPOConfig))
     assert beyond <= ours
