@@ -1,13 +1,17 @@
-"""The policy's weights under the names a vLLM server loads: Hugging Face names, adapters merged, ties once."""
+"""The policy's weights under the names a vLLM server loads: those of its checkpoint, adapters merged, ties once."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.forward import causal_model
@@ -17,6 +21,9 @@ from asyncgrpo_core.models.support import outside_text_model
 def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of everything the server must hold, detached, in the trainer's dtype.
 
+    * Names and layouts are those that `save_pretrained` would write, which are what vLLM loads. They differ from the
+      model's own where transformers converts a checkpoint when it loads it (the experts of a Mixture-of-Experts layer
+      are one tensor in the model and one tensor each in most checkpoints); its own conversion is reversed here.
     * A tied pair (input and output embedding) is yielded once, under the embedding's name.
     * With PEFT, a layer that carries adapters is yielded merged (reference: "merges the adapter into the base model
       and sends the full merged weights"). The merge happens on a copy of that one layer, so the base weights are
@@ -24,9 +31,53 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     * Of a vision-language model the text model alone is yielded: the rest is frozen, the server has it already.
     * Sharded tensors are gathered; then every rank must iterate.
 
-    Tensors may alias the live weights: copy or send them before the next optimizer step.
+    At most one decoder layer is gathered or copied at a time. Tensors may alias the live weights: copy or send them
+    before the next optimizer step.
+
+    Raises:
+        ConfigError: an adapter that cannot be merged, or a conversion that reaches over several layers.
     """
     base = causal_model(model)
+    sources = list(_sources(base))
+    shapes = {name: shape for source in sources for name, shape in source.shapes.items()}
+    saved = revert_weight_conversion(base, dict(shapes))
+    # Not by name alone: a converted tensor may keep its name.
+    kept = {name for name, shape in shapes.items() if saved.get(name) is shape}
+    yielded = set()
+    for _, layer in itertools.groupby(sources, key=lambda source: source.layer):
+        converted: dict[str, Tensor] = {}
+        for source in layer:
+            for name, tensor in source.read():
+                if name in kept:
+                    yielded.add(name)
+                    yield name, tensor
+                else:
+                    converted[name] = tensor
+        for name, tensor in _reverted(base, converted).items():
+            yielded.add(name)
+            yield name, tensor
+    if yielded != saved.keys():
+        raise ConfigError(
+            f"The weights of {type(base).__name__} cannot be sent layer by layer: its checkpoint's "
+            f"{sorted(yielded ^ saved.keys())[:4]} are made of several layers.",
+            "Train a model of another architecture.",
+        )
+
+
+def _reverted(base: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return revert_weight_conversion(base, tensors) if tensors else {}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Parameters that are read together: one of the model's own, or those of a layer with adapters."""
+
+    layer: str  # sources of one decoder layer follow each other
+    shapes: dict[str, Tensor]  # on the meta device, by the name without adapters
+    read: Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+def _sources(base: PreTrainedModel) -> Iterator[_Source]:
     adapted = _adapter_modules(base)
     done: set[str] = set()
     outside = outside_text_model(base)
@@ -35,10 +86,31 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         owner = _owner(name, adapted)
         if owner is None:
-            yield name, _full(parameter.detach())
+            yield _Source(_layer(name), {name: _meta(parameter)}, _reader(name, parameter))
         elif owner not in done:
             done.add(owner)
-            yield from _effective(owner, adapted[owner])
+            unmerged = _plain_layer(owner, adapted[owner]).named_parameters()
+            shapes = {f"{owner}.{suffix}": _meta(parameter) for suffix, parameter in unmerged}
+            yield _Source(_layer(owner), shapes, _merging_reader(owner, adapted[owner]))
+
+
+def _reader(name: str, parameter: Tensor) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    return lambda: iter([(name, _full(parameter.detach()))])
+
+
+def _merging_reader(owner: str, module: Any) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    return lambda: _effective(owner, module)
+
+
+def _layer(name: str) -> str:
+    """Up to the first number ("model.layers.3"); a name without one stands for itself."""
+    parts = name.split(".")
+    end = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: end + 1])
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _adapter_modules(base: nn.Module) -> dict[str, nn.Module]:
@@ -59,20 +131,33 @@ def _owner(name: str, adapted: dict[str, nn.Module]) -> str | None:
     return next((prefix for prefix in prefixes if prefix in adapted), None)
 
 
+def _plain_layer(name: str, module: Any) -> nn.Module:
+    """The layer under a wrapped module's adapters, unmerged.
+
+    Raises:
+        ConfigError: of a kind that cannot be merged.
+    """
+    if hasattr(module, "modules_to_save"):  # trained in full, the original is kept beside it
+        return module.modules_to_save[module.active_adapters[0]]
+    if hasattr(module, "merge"):
+        return module.get_base_layer()
+    raise ConfigError(
+        f"{name} is wrapped in {type(module).__name__}, which cannot be merged into full weights.",
+        "Use LoRA on linear layers, or modules_to_save.",
+    )
+
+
 @torch.no_grad()
 def _effective(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
     """The weights that a wrapped module computes with, under the names it has without the wrapper."""
-    if hasattr(module, "modules_to_save"):  # trained in full, the original is kept beside it
-        source: nn.Module = module.modules_to_save[module.active_adapters[0]]
-    elif hasattr(module, "merge"):
-        merged: Any = copy.deepcopy(module)
-        merged.merge()
-        source = merged.get_base_layer()
+    if hasattr(module, "modules_to_save"):
+        source = _plain_layer(name, module)
     else:
-        raise ConfigError(
-            f"{name} is wrapped in {type(module).__name__}, which cannot be merged into full weights.",
-            "Use LoRA on linear layers, or modules_to_save.",
-        )
+        merged = copy.deepcopy(module)
+        source = _plain_layer(name, merged)
+        while merged is not source:  # PEFT nests one wrapper per parameter when several of a module are adapted
+            merged.merge()
+            merged = merged.base_layer
     for suffix, parameter in source.named_parameters():
         yield f"{name}.{suffix}", _full(parameter.detach())
 

@@ -1,11 +1,18 @@
-"""iter_server_parameters: names, ties and merged adapters (F138)."""
+"""iter_server_parameters: the names and tensors of a checkpoint, ties, merged adapters (F138)."""
+
+import weakref
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models import parameters
 from asyncgrpo_core.models.forward import install_packed_forward, score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
+from tests.tiny_architectures import NAMES, make_architecture
 from tests.unit.policy_cases import tiny_policy
 
 IDS = [3, 8, 1, 1, 12, 5]
@@ -68,3 +75,76 @@ def test_wrappers_do_not_change_the_names():
     wrapped = torch.nn.Module()
     wrapped.module = model
     assert [n for n, _ in iter_server_parameters(wrapped)] == [n for n, _ in iter_server_parameters(model)]
+
+
+@pytest.mark.parametrize("architecture", NAMES)
+def test_f138_what_is_sent_is_what_save_pretrained_writes(architecture, tmp_path):
+    """Names, shapes and values: a server that loads the checkpoint takes exactly these (towers are not sent, F189)."""
+    model = make_architecture(architecture)
+    model.save_pretrained(tmp_path)
+    saved = {n: t for n, t in load_file(tmp_path / "model.safetensors").items() if not n.startswith("model.visual.")}
+    sent = dict(iter_server_parameters(model))
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+    assert not any(tensor.requires_grad for tensor in sent.values())
+
+
+def test_f138_the_experts_of_a_loaded_checkpoint_are_sent_one_by_one(tmp_path):
+    make_architecture("qwen3_moe").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    held = dict(model.named_parameters())
+    sent = dict(iter_server_parameters(model))
+    fused = held["model.layers.1.mlp.experts.gate_up_proj"]
+    assert not any("gate_up_proj" in name for name in sent)
+    for expert, (gate, up) in enumerate(x.chunk(2) for x in fused):
+        assert torch.equal(sent[f"model.layers.1.mlp.experts.{expert}.gate_proj.weight"], gate)
+        assert torch.equal(sent[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"], up)
+
+
+def test_f138_adapters_on_fused_experts_and_router_are_all_merged():
+    """Two adapted parameters of one module are two nested wrappers; each has to be merged."""
+    torch.manual_seed(5)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], target_parameters=targets)
+    eager = {"experts_implementation": "eager", "dtype": torch.float64}
+    model = peft.get_peft_model(make_architecture("qwen3_moe", **eager), config)
+    sent = dict(iter_server_parameters(model))
+    merged = model.merge_and_unload()
+    wanted = dict(iter_server_parameters(merged))
+    base = dict(iter_server_parameters(make_architecture("qwen3_moe", **eager)))
+    assert sent.keys() == wanted.keys() == base.keys()
+    changed = {name for name in base if not torch.equal(base[name], wanted[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "gate", "gate_proj", "up_proj", "down_proj"}
+    for name, value in wanted.items():
+        torch.testing.assert_close(sent[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_one_layer_is_converted_at_a_time():
+    """What the experts of one layer became is gone before the next layer's is made."""
+    model = make_architecture("qwen3_moe", num_hidden_layers=4)
+    alive: dict[str, list[weakref.ref]] = {}
+    for name, tensor in iter_server_parameters(model):
+        if ".experts." not in name:
+            continue
+        layer = name.split(".")[2]
+        alive.setdefault(layer, []).append(weakref.ref(tensor))
+        del tensor
+        assert not any(ref() is not None for other, refs in alive.items() if other != layer for ref in refs)
+    assert alive.keys() == {"0", "1", "2", "3"}
+
+
+def test_a_conversion_over_several_layers_is_refused(monkeypatch):
+    """Sent layer by layer it would lack tensors, silently."""
+
+    def stacked(model, tensors):
+        out = dict(tensors)
+        norms = [out.pop(name) for name in list(out) if name.endswith("input_layernorm.weight")]
+        if len(norms) > 1:
+            out["model.norms"] = torch.stack(norms)
+        elif norms:
+            out["model.norm_of_one"] = norms[0]
+        return out
+
+    monkeypatch.setattr(parameters, "revert_weight_conversion", stacked)
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM.*model\.norm"):
+        list(iter_server_parameters(tiny_policy("qwen3")))

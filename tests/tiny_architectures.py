@@ -1,0 +1,103 @@
+"""Tiny models of the architectures that the trainer names, of shapes that a vLLM CPU server takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from tests.tiny_model import write_tokenizer
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,  # larger than usual: a random model with opinions, so that a wrong weight shows
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+_GEMMA = {"sliding_window": 16, "query_pre_attn_scalar": 32}
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_VISION_TOKENS = {
+    "image_token_id": 210,
+    "video_token_id": 209,
+    "vision_start_token_id": 208,
+    "vision_end_token_id": 207,
+}
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}}
+
+# name -> (model class, config class, fields of the text config beside `_TEXT`)
+TEXT_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _EXPERTS),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_GEMMA, "attn_logit_softcapping": 20.0}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**_GEMMA, **_LAYERS},
+    ),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {}),
+}
+VISION_LANGUAGE_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _MROPE),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", {**_MROPE, **_EXPERTS}),
+}
+NAMES = [*TEXT_ARCHITECTURES, *VISION_LANGUAGE_ARCHITECTURES]
+
+
+def make_architecture(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
+) -> PreTrainedModel:
+    """A random model of two layers in train mode, with eager attention; `fields` go into its text config."""
+    if name in TEXT_ARCHITECTURES:
+        model_class, config_class, own = TEXT_ARCHITECTURES[name]
+        config = getattr(transformers, config_class)(**{**_TEXT, **own, **fields})
+    else:
+        model_class, config_class, own = VISION_LANGUAGE_ARCHITECTURES[name]
+        config = getattr(transformers, config_class)(
+            text_config={**_TEXT, **own, **fields},
+            vision_config=dict(_VISION),
+            tie_word_embeddings=False,
+            **_VISION_TOKENS,
+        )
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = getattr(transformers, model_class)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms start as ones or zeros and biases as zeros: then one is as good as another
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.to(dtype).train()
+
+
+def write_architecture(folder: Path, name: str, *, seed: int = 0) -> Path:
+    """Save such a model in float32 with a tokenizer; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    make_architecture(name, seed=seed).save_pretrained(folder)
+    return folder
