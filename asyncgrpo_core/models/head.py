@@ -7,129 +7,92 @@ For hidden states h [N, D] of trained positions and the head's weight W [V, D]:
     entropy      = logsumexp(z) - sum_v p_v z_v        of the full-vocabulary distribution, no gradient
     top_logprobs = z[top_ids] - logsumexp(z)           of the sampler's top tokens
 
+With candidate sets (top-k, top-p, min-p) the first and last are normalised over the token's set: head_candidates.py.
+
 Chunks of positions are visited one after another; the backward pass computes a chunk's logits again from h and the
 saved logsumexp, so the memory is one chunk's logits in either direction. The gradient is closed form:
-d logp_v / d z = onehot(v) - p.
+d logp_v / d z = onehot(v) - p. The last chunk's logits are kept for the backward pass, which starts there: it needs
+that memory anyway, and a row of one chunk is never computed twice.
+
+Computing the gradient in the forward pass (as fused cross entropies do) would save that second product, one of four.
+It is not done because the coefficients of log p_y and of the top tokens are not known there: they are functions of the
+log-probabilities that this head returns, under sequence-level losses of all tokens of a sample.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Elements of one chunk's logits. A CPU chunk should stay near its caches, a GPU chunk should fill the device.
+from asyncgrpo_core.models.head_candidates import CandidateHead
+from asyncgrpo_core.models.head_chunks import (
+    HeadCall,
+    LogitTransform,
+    add_product,
+    can_fuse,
+    cast_head,
+    raw_logits,
+)
+
+__all__ = ["LogitTransform", "chunked_log_probs"]
+
+# Elements of one chunk's logits. A CPU chunk should stay near its caches. On a GPU every chunk's product with the
+# hidden states is added to the [V, D] gradient of the weight, so a chunk needs rows to be worth that: 883 at V = 152k.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
-
-
-@dataclass(frozen=True)
-class LogitTransform:
-    """What a model does to its head's output before the softmax: scale, then soft cap, then temperature."""
-
-    temperature: float = 1.0
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def from_config(cls, config: Any, temperature: float) -> LogitTransform:
-        """Read the names that transformers' causal models use.
-
-        `logits_scaling` divides (Granite), `logit_scale` (Cohere) and `lm_head_multiplier` (Falcon-H1) multiply,
-        `final_logit_softcapping` caps (Gemma 2 and later).
-
-        Raises:
-            ValueError: temperature <= 0 (greedy sampling has no distribution to train on).
-        """
-        if not temperature > 0:
-            raise ValueError(f"temperature must be above 0 to train on sampled tokens, got {temperature}")
-        scale = 1.0
-        for name, divides in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
-            value = getattr(config, name, None)
-            if value is not None:
-                scale = scale / value if divides else scale * value
-        return cls(temperature, scale, getattr(config, "final_logit_softcapping", None) or None)
-
-    def apply_(self, logits: Tensor) -> Tensor:
-        """In place, on logits in the accumulation dtype."""
-        if self.scale != 1.0:
-            logits.mul_(self.scale)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        if self.temperature != 1.0:
-            logits.div_(self.temperature)
-        return logits
-
-    def backward_(self, grad: Tensor, transformed: Tensor | None) -> Tensor:
-        """Turn d/d(transformed logits) into d/d(raw logits), in place. `transformed` is read only with a cap."""
-        if self.softcap is not None and transformed is not None:
-            ratio = transformed * (self.temperature / self.softcap)  # tanh of the capped logit
-            grad.mul_(1.0 - ratio.square_())
-        if self.temperature != 1.0 or self.scale != 1.0:
-            grad.mul_(self.scale / self.temperature)
-        return grad
-
-
-@dataclass(frozen=True)
-class _Call:
-    transform: LogitTransform
-    compute_dtype: torch.dtype  # of the matrix products, as in the model's own head
-    chunk_rows: int
+_FUSED_CHUNK_ELEMENTS = 1 << 27  # 2 bytes each instead of 10
+_ROW_TILE = 128  # rows of a matrix-product tile on a GPU
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target_ids, top_ids, call):
-        n = hidden.shape[0]
-        acc = _accumulation_dtype(call.compute_dtype)
-        logprobs, entropy, log_z = (torch.empty(n, dtype=acc, device=hidden.device) for _ in range(3))
-        top = torch.empty(top_ids.shape, dtype=acc, device=hidden.device)
-        cast = _cast_head(weight, bias, call.compute_dtype)
-        safe_top = top_ids.clamp_min(0)
-        for rows in _chunks(n, call.chunk_rows):
-            z = _logits(hidden[rows], *cast, call, acc)
-            lse = torch.logsumexp(z, dim=-1)
-            log_z[rows] = lse
-            logprobs[rows] = z.gather(1, target_ids[rows, None])[:, 0] - lse
-            top[rows] = z.gather(1, safe_top[rows]) - lse[:, None]
-            # sum_v p_v z_v with z first shifted, so that the large part cancels exactly
-            z.sub_(lse[:, None])
-            entropy[rows] = torch.linalg.vecdot(z.exp(), z).neg_()
-        top.masked_fill_(top_ids < 0, -torch.inf)
-        ctx.save_for_backward(hidden, weight, bias, target_ids, top_ids, log_z)
+        n, acc, chunk = hidden.shape[0], call.accumulation_dtype, call.arithmetic()
+        entropy, log_z = (torch.empty(n, dtype=acc, device=hidden.device) for _ in range(2))
+        # column 0: the sampled token, then the top tokens; padding reads the sampled token and is masked below
+        ids = torch.cat([target_ids[:, None], torch.where(top_ids < 0, target_ids[:, None], top_ids)], dim=1)
+        picked = torch.empty(ids.shape, dtype=acc, device=hidden.device)
+        cast = cast_head(weight, bias, call.compute_dtype)
+        kept = None
+        for rows in call.chunks(n):
+            kept = None  # before the next chunk's logits are made
+            raw = raw_logits(hidden[rows], *cast)
+            picked[rows] = call.picked(raw.gather(1, ids[rows]))
+            log_z[rows], entropy[rows], kept = chunk.statistics(raw)
+            del raw
+        picked -= log_z[:, None]
+        ctx.save_for_backward(hidden, weight, bias, ids, top_ids, log_z, picked)
         ctx.call = call
+        ctx.kept = kept if any(ctx.needs_input_grad) else None
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy, top
+        return picked[:, 0].clone(), entropy, picked[:, 1:].masked_fill(top_ids < 0, -torch.inf)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, _grad_entropy, grad_top):
-        hidden, weight, bias, target_ids, top_ids, log_z = ctx.saved_tensors
-        call, acc = ctx.call, log_z.dtype
+        hidden, weight, bias, ids, top_ids, log_z, picked = ctx.saved_tensors
+        call, acc, chunk = ctx.call, log_z.dtype, ctx.call.arithmetic()
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=acc, device=weight.device) if need_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=bias.device) if need_bias else None
-        cast = _cast_head(weight, bias, call.compute_dtype)
-        grad_top = torch.where(top_ids < 0, 0.0, grad_top)
-        safe_top = top_ids.clamp_min(0)
-        total = grad_logprobs + grad_top.sum(dim=1)
-        for rows in _chunks(hidden.shape[0], call.chunk_rows):
-            z = _logits(hidden[rows], *cast, call, acc)
-            kept = z.clone() if call.transform.softcap is not None else None
-            grad = z.sub_(log_z[rows, None]).exp_().mul_(total[rows, None].neg())
-            grad.scatter_add_(1, target_ids[rows, None], grad_logprobs[rows, None])
-            grad.scatter_add_(1, safe_top[rows], grad_top[rows])
-            grad = call.transform.backward_(grad, kept)
-            low = grad.to(call.compute_dtype)
+        cast = cast_head(weight, bias, call.compute_dtype)
+        grad_picked = torch.cat([grad_logprobs[:, None], torch.where(top_ids < 0, 0.0, grad_top)], dim=1)
+        total = grad_picked.sum(dim=1)
+        kept, ctx.kept = ctx.kept, None  # is written over: a second backward pass computes it again
+        for rows in reversed(call.chunks(hidden.shape[0])):
+            if kept is None:
+                kept = chunk.again(raw_logits(hidden[rows], *cast), log_z[rows])
+            low, kept = chunk.gradient(kept, log_z[rows], total[rows]), None
+            own = _picked_gradient(ids[rows], picked[rows], grad_picked[rows], log_z[rows], call)
+            low.scatter_(1, ids[rows], own.to(low.dtype))
             if grad_hidden is not None:
                 grad_hidden[rows] = (low @ cast[0]).to(hidden.dtype)
             if grad_weight is not None:
-                _add_product(grad_weight, low, hidden[rows].to(call.compute_dtype))
+                add_product(grad_weight, low, hidden[rows].to(call.compute_dtype))
             if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
+                grad_bias += low.sum(dim=0, dtype=acc)
+            del low
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -140,35 +103,30 @@ class _ChunkedHead(torch.autograd.Function):
         )
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _picked_gradient(ids: Tensor, log_p: Tensor, grad: Tensor, log_z: Tensor, call: HeadCall) -> Tensor:
+    """d/d(raw logits) at the sampled and top tokens themselves, [r, 1 + k].
 
-
-def _add_product(total: Tensor, low: Tensor, hidden: Tensor) -> None:
-    """total += low^T hidden, in place without a temporary when the dtypes agree."""
-    if total.dtype == low.dtype:
-        total.addmm_(low.T, hidden)
-    else:
-        total += low.T @ hidden
-
-
-def _cast_head(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _chunks(n: int, rows: int) -> list[slice]:
-    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, acc: torch.dtype) -> Tensor:
-    raw = torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias).to(acc)
-    return call.transform.apply_(raw)
+    They are added in the accumulation dtype, because p and 1 must not be rounded apart in 16 bits. A token that is listed twice (sampled and top) gets the sum, at both places.
+    """
+    same = ids[:, :, None] == ids[:, None, :]
+    own = torch.where(same, grad[:, None, :], 0.0).sum(dim=-1) - grad.sum(dim=1, keepdim=True) * log_p.exp()
+    return own * call.transform.slope(log_p + log_z[:, None])
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
     """The dtype that the model's own head would multiply in: autocast's when it is on, else the weight's."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _head_call(weight: Tensor, transform: LogitTransform, chunk_elements: int | None, fused: bool | None) -> HeadCall:
+    device, dtype = weight.device.type, _compute_dtype(weight)
+    fused = can_fuse(device, dtype) if fused is None else fused
+    elements = chunk_elements or (_FUSED_CHUNK_ELEMENTS if fused else _CHUNK_ELEMENTS.get(device, 1 << 24))
+    rows = max(1, elements // weight.shape[0])
+    if device == "cuda" and rows > _ROW_TILE:
+        rows -= rows % _ROW_TILE
+    return HeadCall(transform, dtype, rows, fused)
 
 
 def chunked_log_probs(
@@ -179,7 +137,9 @@ def chunked_log_probs(
     transform: LogitTransform,
     *,
     bias: Tensor | None = None,
+    candidates: tuple[Tensor, Tensor] | None = None,
     chunk_elements: int | None = None,
+    fused: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities and entropy at N trained positions (module docstring).
 
@@ -189,12 +149,35 @@ def chunked_log_probs(
         target_ids: int64 [N].
         top_ids: int64 [N, k]; -1 entries are ignored (their result is -inf and takes no gradient). k may be 0.
         transform: from `LogitTransform.from_config`.
+        candidates: (ids int64 [C], offsets int64 [N + 1]): the set that token n was drawn from is
+            ids[offsets[n] : offsets[n + 1]], ascending; an empty one means the whole vocabulary. None: all are empty.
+            A token outside its set has log-probability -inf and takes no gradient.
         chunk_elements: bound on the elements of the logits that exist at a time; None picks by device.
+        fused: whether a chunk's arithmetic is compiled; None: on a GPU where torch.compile works.
 
     Returns:
         logprobs [N], entropy [N] (no gradient), top_logprobs [N, k], in float32 (float64 for float64 weights).
     """
-    elements = chunk_elements or _CHUNK_ELEMENTS.get(weight.device.type, 1 << 24)
-    call = _Call(transform, _compute_dtype(weight), max(1, elements // weight.shape[0]))
+    call = _head_call(weight, transform, chunk_elements, fused)
     with torch.autocast(weight.device.type, enabled=False):
-        return _ChunkedHead.apply(hidden, weight, bias, target_ids, top_ids, call)
+        if candidates is None:
+            return _ChunkedHead.apply(hidden, weight, bias, target_ids, top_ids, call)
+        candidate_ids, offsets = candidates
+        sizes = offsets.diff()
+        restricted = sizes > 0
+        count = int(restricted.sum())
+        if count == 0:
+            return _ChunkedHead.apply(hidden, weight, bias, target_ids, top_ids, call)
+        if count == len(target_ids):
+            return CandidateHead.apply(hidden, weight, bias, target_ids, top_ids, candidate_ids, offsets, call)
+        free, bound = (torch.nonzero(mask)[:, 0] for mask in (~restricted, restricted))
+        its_offsets = torch.cat([offsets[:1], sizes[bound].cumsum(0)])
+        parts = (
+            _ChunkedHead.apply(hidden[free], weight, bias, target_ids[free], top_ids[free], call),
+            CandidateHead.apply(
+                hidden[bound], weight, bias, target_ids[bound], top_ids[bound], candidate_ids, its_offsets, call
+            ),
+        )
+        back = torch.cat([free, bound]).argsort()
+        logprobs, entropy, top = (torch.cat(pair).index_select(0, back) for pair in zip(*parts, strict=True))
+        return logprobs, entropy.detach(), top

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
+from asyncgrpo_core.models.head_chunks import HeadCall, fused_functions
 
 TRANSFORMS = {
     "plain": LogitTransform(),
@@ -177,3 +178,31 @@ def test_what_a_config_does_to_its_logits(config, want):
 def test_greedy_sampling_has_no_distribution_to_train_on(temperature):
     with pytest.raises(ValueError, match="temperature must be above 0"):
         LogitTransform.from_config(SimpleNamespace(), temperature)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_functions_that_a_gpu_compiles_do_the_same_arithmetic(name):
+    """Run uncompiled here; tests/gpu runs them compiled."""
+    transform, g = TRANSFORMS[name], torch.Generator().manual_seed(0)
+    raw = torch.randn(6, 17, generator=g) * 3
+    total = torch.randn(6, generator=g)
+    eager = HeadCall(transform, torch.float32, 6, False).arithmetic()
+    log_z, entropy, kept = eager.statistics(raw.clone())
+    statistics, gradient_ = fused_functions(transform)
+    for mine, other in zip(statistics(raw), (log_z, entropy), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(eager.again(raw.clone(), log_z), kept)
+    grad = raw.clone()
+    gradient_(grad, log_z, total)
+    torch.testing.assert_close(grad, eager.gradient(kept, log_z, total), rtol=1e-5, atol=1e-6)
+
+
+def test_a_near_certain_token_keeps_its_gradient_in_sixteen_bits():
+    """1 - p of a token with p = 0.999: rounded apart, p and 1 would leave nothing of it."""
+    weight = torch.tensor([[7.0], [0.0], [-1.0]], dtype=torch.bfloat16)
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    logprobs, _, top = chunked_log_probs(hidden, weight, torch.tensor([0]), torch.tensor([[0, 1]]), LogitTransform())
+    (logprobs.sum() + 0.5 * top[0, 0]).backward()  # the sampled token is a top token too
+    p = torch.tensor([7.0, 0.0, -1.0]).softmax(0)
+    want = 1.5 * ((torch.tensor([1.0, 0.0, 0.0]) - p) @ torch.tensor([7.0, 0.0, -1.0]))
+    assert hidden.grad.item() == pytest.approx(want.item(), rel=0.01)
