@@ -61,7 +61,7 @@ class _ChunkedHead(torch.autograd.Function):
             log_z[rows], entropy[rows], kept = chunk.statistics(raw)
             del raw
         picked -= log_z[:, None]
-        ctx.save_for_backward(hidden, weight, bias, ids, top_ids, log_z, picked)
+        ctx.save_for_backward(hidden, weight, bias, ids, top_ids, log_z)
         ctx.call = call
         ctx.kept = kept if any(ctx.needs_input_grad) else None
         ctx.mark_non_differentiable(entropy)
@@ -70,7 +70,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, _grad_entropy, grad_top):
-        hidden, weight, bias, ids, top_ids, log_z, picked = ctx.saved_tensors
+        hidden, weight, bias, ids, top_ids, log_z = ctx.saved_tensors
         call, acc, chunk = ctx.call, log_z.dtype, ctx.call.arithmetic()
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -78,14 +78,11 @@ class _ChunkedHead(torch.autograd.Function):
         grad_bias = torch.zeros(bias.shape, dtype=acc, device=bias.device) if need_bias else None
         cast = cast_head(weight, bias, call.compute_dtype)
         grad_picked = torch.cat([grad_logprobs[:, None], torch.where(top_ids < 0, 0.0, grad_top)], dim=1)
-        total = grad_picked.sum(dim=1)
         kept, ctx.kept = ctx.kept, None  # is written over: a second backward pass computes it again
         for rows in reversed(call.chunks(hidden.shape[0])):
             if kept is None:
                 kept = chunk.again(raw_logits(hidden[rows], *cast), log_z[rows])
-            low, kept = chunk.gradient(kept, log_z[rows], total[rows]), None
-            own = _picked_gradient(ids[rows], picked[rows], grad_picked[rows], log_z[rows], call)
-            low.scatter_(1, ids[rows], own.to(low.dtype))
+            low, kept = chunk.gradient(kept, log_z[rows], ids[rows], grad_picked[rows]), None
             if grad_hidden is not None:
                 grad_hidden[rows] = (low @ cast[0]).to(hidden.dtype)
             if grad_weight is not None:
@@ -101,16 +98,6 @@ class _ChunkedHead(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _picked_gradient(ids: Tensor, log_p: Tensor, grad: Tensor, log_z: Tensor, call: HeadCall) -> Tensor:
-    """d/d(raw logits) at the sampled and top tokens themselves, [r, 1 + k].
-
-    They are added in the accumulation dtype, because p and 1 must not be rounded apart in 16 bits. A token that is listed twice (sampled and top) gets the sum, at both places.
-    """
-    same = ids[:, :, None] == ids[:, None, :]
-    own = torch.where(same, grad[:, None, :], 0.0).sum(dim=-1) - grad.sum(dim=1, keepdim=True) * log_p.exp()
-    return own * call.transform.slope(log_p + log_z[:, None])
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:

@@ -111,8 +111,12 @@ class ChunkArithmetic(Protocol):
         """`kept` of logits that were computed anew; may write over `raw`."""
         ...
 
-    def gradient(self, kept: Tensor, log_z: Tensor, total: Tensor) -> Tensor:
-        """d/d(raw logits) of -total * log_z, [r, V] in the compute dtype; may write over `kept`."""
+    def gradient(self, kept: Tensor, log_z: Tensor, ids: Tensor, grad: Tensor) -> Tensor:
+        """d/d(raw logits) of sum(grad * log p[ids]), [r, V] in the compute dtype; may write over `kept`.
+
+        Args:
+            ids, grad: [r, m]; an id may be listed twice.
+        """
         ...
 
 
@@ -132,20 +136,22 @@ class EagerChunks:
     def again(self, raw: Tensor, log_z: Tensor) -> Tensor:
         return self._call.transform.apply_(raw.to(self._call.accumulation_dtype)).sub_(log_z[:, None])
 
-    def gradient(self, kept: Tensor, log_z: Tensor, total: Tensor) -> Tensor:
+    def gradient(self, kept: Tensor, log_z: Tensor, ids: Tensor, grad: Tensor) -> Tensor:
         transform = self._call.transform
         slope = transform.slope(kept + log_z[:, None]) if transform.softcap is not None else transform.slope(kept)
-        grad = kept.exp_().mul_(total[:, None].neg())
+        out = kept.exp_().mul_(grad.sum(dim=1, keepdim=True).neg())
+        out.scatter_add_(1, ids, grad)
         if isinstance(slope, Tensor) or slope != 1.0:
-            grad.mul_(slope)
-        return grad.to(self._call.compute_dtype)
+            out.mul_(slope)
+        return out.to(self._call.compute_dtype)
 
 
 class FusedChunks:
     """`kept` are the raw logits themselves."""
 
-    def __init__(self, call: HeadCall) -> None:
-        self._statistics, self._gradient = _compiled(call.transform)
+    def __init__(self, call: HeadCall, *, compiled: bool = True) -> None:
+        self._call = call
+        self._statistics, self._gradient = (_compiled if compiled else fused_functions)(call.transform)
 
     def statistics(self, raw: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         log_z, entropy = self._statistics(raw)
@@ -155,9 +161,16 @@ class FusedChunks:
         del log_z
         return raw
 
-    def gradient(self, kept: Tensor, log_z: Tensor, total: Tensor) -> Tensor:
+    def gradient(self, kept: Tensor, log_z: Tensor, ids: Tensor, grad: Tensor) -> Tensor:
+        # At the tokens of `ids` p and 1 must not be rounded apart in 16 bits: they are added in float32 and then
+        # written over what the compiled function wrote. Both places of a token listed twice get the same sum.
+        total = grad.sum(dim=1)
+        z = self._call.picked(kept.gather(1, ids))
+        same = ids[:, :, None] == ids[:, None, :]
+        own = torch.where(same, grad[:, None, :], 0.0).sum(dim=-1) - total[:, None] * (z - log_z[:, None]).exp()
+        own = (own * self._call.transform.slope(z)).to(kept.dtype)
         self._gradient(kept, log_z, total)
-        return kept
+        return kept.scatter_(1, ids, own)
 
 
 def fused_functions(transform: LogitTransform) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -194,7 +207,7 @@ def can_fuse(device_type: str, dtype: torch.dtype) -> bool:
         raw = torch.zeros((2, 16), device=device_type, dtype=dtype)
         fused = FusedChunks(probe)
         log_z, _, kept = fused.statistics(raw)
-        fused.gradient(kept, log_z, torch.ones_like(log_z))
+        fused.gradient(kept, log_z, torch.zeros((2, 1), dtype=torch.int64, device=device_type), log_z[:, None])
     except Exception as error:  # whatever a missing compiler or driver raises
         logger.warning(
             "torch.compile does not work here, so the language-model head runs unfused, slower and with smaller "

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
-from asyncgrpo_core.models.head_chunks import HeadCall, fused_functions
+from asyncgrpo_core.models.head_chunks import EagerChunks, FusedChunks, HeadCall
 
 TRANSFORMS = {
     "plain": LogitTransform(),
@@ -183,25 +183,33 @@ def test_greedy_sampling_has_no_distribution_to_train_on(temperature):
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_the_functions_that_a_gpu_compiles_do_the_same_arithmetic(name):
     """Run uncompiled here; tests/gpu runs them compiled."""
-    transform, g = TRANSFORMS[name], torch.Generator().manual_seed(0)
+    g = torch.Generator().manual_seed(0)
     raw = torch.randn(6, 17, generator=g) * 3
-    total = torch.randn(6, generator=g)
-    eager = HeadCall(transform, torch.float32, 6, False).arithmetic()
-    log_z, entropy, kept = eager.statistics(raw.clone())
-    statistics, gradient_ = fused_functions(transform)
-    for mine, other in zip(statistics(raw), (log_z, entropy), strict=True):
+    ids, grad = torch.randint(0, 17, (6, 4), generator=g), torch.randn(6, 4, generator=g)
+    ids[:, 3] = ids[:, 0]  # the sampled token among the top ones
+    call = HeadCall(TRANSFORMS[name], torch.float32, 6, False)
+    eager, fused = EagerChunks(call), FusedChunks(call, compiled=False)
+    results = {chunk: chunk.statistics(raw.clone()) for chunk in (eager, fused)}
+    for mine, other in zip(results[fused][:2], results[eager][:2], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(eager.again(raw.clone(), log_z), kept)
-    grad = raw.clone()
-    gradient_(grad, log_z, total)
-    torch.testing.assert_close(grad, eager.gradient(kept, log_z, total), rtol=1e-5, atol=1e-6)
+    log_z = results[eager][0]
+    torch.testing.assert_close(eager.again(raw.clone(), log_z), results[eager][2])
+    found = fused.gradient(results[fused][2], log_z, ids, grad)
+    torch.testing.assert_close(found, eager.gradient(results[eager][2], log_z, ids, grad), rtol=1e-5, atol=1e-6)
 
 
-def test_a_near_certain_token_keeps_its_gradient_in_sixteen_bits():
-    """1 - p of a token with p = 0.999: rounded apart, p and 1 would leave nothing of it."""
+def near_certain(hidden, fused, monkeypatch):
+    if fused:
+        monkeypatch.setattr(HeadCall, "arithmetic", lambda call: FusedChunks(call, compiled=False))
     weight = torch.tensor([[7.0], [0.0], [-1.0]], dtype=torch.bfloat16)
+    return chunked_log_probs(hidden, weight, torch.tensor([0]), torch.tensor([[0, 1]]), LogitTransform())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
+def test_a_near_certain_token_keeps_its_gradient_in_sixteen_bits(fused, monkeypatch):
+    """1 - p of a token with p = 0.999: rounded apart, p and 1 would leave nothing of it."""
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    logprobs, _, top = chunked_log_probs(hidden, weight, torch.tensor([0]), torch.tensor([[0, 1]]), LogitTransform())
+    logprobs, _, top = near_certain(hidden, fused, monkeypatch)
     (logprobs.sum() + 0.5 * top[0, 0]).backward()  # the sampled token is a top token too
     p = torch.tensor([7.0, 0.0, -1.0]).softmax(0)
     want = 1.5 * ((torch.tensor([1.0, 0.0, 0.0]) - p) @ torch.tensor([7.0, 0.0, -1.0]))
