@@ -9,7 +9,9 @@ Names of `TurnRecord`, `Rollout` and `RolloutGroup` and of their fields are the 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,19 +54,68 @@ class TopLogprobs:
 
 
 @dataclass
+class CandidateSets:
+    """The tokens that each of T tokens was drawn from under top-k / top-p / min-p, laid end to end.
+
+    Token t was drawn from `ids[offsets[t] : offsets[t + 1]]`.
+
+    Example: `CandidateSets.from_lists([[7], [8, 9]])` has ids [7, 8, 9] and offsets [0, 1, 3].
+    """
+
+    ids: np.ndarray  # int32 [C]
+    offsets: np.ndarray  # int64 [T + 1], from 0 to C
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[int]]) -> CandidateSets:
+        """Convert the reference's one-list-per-token form."""
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return cls(np.fromiter(chain.from_iterable(rows), np.int32, int(offsets[-1])), offsets)
+
+    @classmethod
+    def join(cls, parts: Sequence[CandidateSets]) -> CandidateSets:
+        """The sets of several runs of tokens, one after another."""
+        sizes = np.concatenate([np.zeros(1, np.int64), *(part.sizes for part in parts)])
+        return cls(np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)]), np.cumsum(sizes))
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int64 [T]."""
+        return np.diff(self.offsets)
+
+    def select(self, kept: np.ndarray) -> CandidateSets:
+        """The sets of the tokens where bool [T] `kept` is True."""
+        sizes = self.sizes
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[kept])])
+        return CandidateSets(self.ids[np.repeat(kept, sizes)], offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, tokens: slice) -> CandidateSets:
+        """The sets of a run of tokens, as for a list: `sets[:3]`."""
+        kept = np.zeros(len(self), dtype=bool)
+        kept[tokens] = True
+        return self.select(kept)
+
+    def tolist(self) -> list[list[int]]:
+        return [ids.tolist() for ids in np.split(self.ids, self.offsets[1:-1])] if len(self) else []
+
+
+@dataclass
 class TurnRecord:
     """One sampling request: the prompt sent to the sampler and the tokens it generated (reference, TurnRecord).
 
-    `output_sampler_logprobs` is `TopLogprobs` in our own loop; a custom loop may pass the reference's list of
-    dicts. `output_versions` (ours) is the policy version of each output token where the server reports it.
-    `finish_reason` (ours) is the server's own word, "stop" or "length".
+    `output_sampler_logprobs` is `TopLogprobs` in our own loop and `output_sampling_mask` `CandidateSets`; a custom
+    loop may pass the reference's list of dicts and list of lists. `output_versions` (ours) is the policy version of
+    each output token where the server reports it. `finish_reason` (ours) is the server's own word, "stop" or "length".
     """
 
     prompt_ids: list[int]
     output_ids: list[int]
     output_log_probs: list[float] = field(default_factory=list)
     output_mask: list[int] | None = None
-    output_sampling_mask: list[list[int]] | None = None
+    output_sampling_mask: list[list[int]] | CandidateSets | None = None
     output_sampler_logprobs: list[dict[int, float]] | TopLogprobs | None = None
     output_versions: list[int] | None = None
     finish_reason: str | None = None
@@ -87,7 +138,8 @@ class Rollout:
 class TrainingSequence:
     """The tokens of one sample before it has an advantage. T = number of forwarded tokens.
 
-    `top` has one row per *trained* token, in order; None when score centering is off.
+    `top` has one row per *trained* token, in order; None when score centering is off. So has `sampling_mask`: the
+    candidate set of every trained token; None where tokens were drawn from the whole vocabulary.
     `versions` is the policy version of every token (of prompt tokens: that of the first output token).
     """
 
@@ -96,7 +148,7 @@ class TrainingSequence:
     sampler_logprobs: np.ndarray  # float32 [T], 0 where not trained
     versions: np.ndarray  # int32 [T]
     top: TopLogprobs | None = None
-    sampling_mask: list[list[int]] | None = None  # one list per trained token
+    sampling_mask: CandidateSets | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -68,7 +68,7 @@ class AsyncRolloutLoop:
         in_flight_value: `.value` counts requests in flight (ours; for overlap_frac).
         generated_tokens_value: `.value` counts generated tokens (ours).
         run_settings: what the trainer learnt about the server, each optional: "use_token_route" (bool),
-            "max_model_len" (int), "max_logprobs" (int), "send_seed" (bool), "api_key" (str).
+            "max_model_len" (int), "max_logprobs" (int), "send_seed" (bool), "api_key" (str), "candidate_sets" (bool).
     """
 
     # Groups that may be scored at the same time: a slow reward function (a judge) must not hold up the others.
@@ -123,7 +123,8 @@ class AsyncRolloutLoop:
         self.generated_tokens_value = generated_tokens_value if generated_tokens_value is not None else _Counter()
         self.run_settings = dict(run_settings or {})
         self.seed = config.seed
-        self.sampling = sampling_settings(config, self.eos_token_ids)
+        candidate_sets = bool(self.run_settings.get("candidate_sets"))
+        self.sampling = sampling_settings(config, self.eos_token_ids, candidate_sets=candidate_sets)
         self.max_model_len: int | None = self.run_settings.get("max_model_len")
         self.servers: ServerFleet | None = None
         # What each server holds, written by the trainer; None where nobody says: then all hold `model_version_value`.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from asyncgrpo_core.errors import RolloutError
-from asyncgrpo_core.types import TopLogprobs, TrainingSequence, TurnRecord
+from asyncgrpo_core.types import CandidateSets, TopLogprobs, TrainingSequence, TurnRecord
 
 
 @dataclass
@@ -125,7 +125,7 @@ def _close(held: _Held, model_version: int, want_top: bool, out: list[TrainingSe
     logprobs = np.zeros(total, dtype=np.float32)
     versions = np.full(total, model_version, dtype=np.int32)
     tops: list[TopLogprobs] = []
-    sampling_masks: list[list[int]] = []
+    candidates: list[CandidateSets] = []
     has_sampling_mask = any(turn.output_sampling_mask is not None for _, turn in held.pieces)
     begin = 0
     for start, turn in held.pieces:
@@ -139,8 +139,8 @@ def _close(held: _Held, model_version: int, want_top: bool, out: list[TrainingSe
             versions[begin:start] = turn.output_versions[0]  # context counts as its first output token
         if want_top and mask.any():
             tops.append(_top(turn, mask))
-        if has_sampling_mask:
-            sampling_masks += _candidates(turn, mask)
+        if has_sampling_mask and mask.any():
+            candidates.append(_candidates(turn, mask))
         begin = end
     if not loss_mask.any():
         return  # nothing to train on; the rollout still counts with its reward
@@ -151,7 +151,7 @@ def _close(held: _Held, model_version: int, want_top: bool, out: list[TrainingSe
             sampler_logprobs=logprobs,
             versions=versions,
             top=_join(tops) if want_top else None,
-            sampling_mask=sampling_masks if has_sampling_mask else None,
+            sampling_mask=CandidateSets.join(candidates) if has_sampling_mask else None,
         )
     )
 
@@ -169,13 +169,16 @@ def _top(turn: TurnRecord, mask: np.ndarray) -> TopLogprobs:
     return top if mask.all() else TopLogprobs(top.ids[mask], top.logprobs[mask])
 
 
-def _candidates(turn: TurnRecord, mask: np.ndarray) -> list[list[int]]:
-    if turn.output_sampling_mask is None:
+def _candidates(turn: TurnRecord, mask: np.ndarray) -> CandidateSets:
+    sets = turn.output_sampling_mask
+    if sets is None:
         raise RolloutError(
             "Some turns of a rollout have an output_sampling_mask and others have none.",
             "Return it for every turn or for none.",
         )
-    return [ids for ids, trained in zip(turn.output_sampling_mask, mask, strict=True) if trained]
+    if not isinstance(sets, CandidateSets):
+        sets = CandidateSets.from_lists(sets)
+    return sets if mask.all() else sets.select(mask)
 
 
 def _join(tops: list[TopLogprobs]) -> TopLogprobs:

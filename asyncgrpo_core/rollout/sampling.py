@@ -12,8 +12,12 @@ class ConversationTooLongError(RequestRejectedError):
     """A turn's prompt plus max_completion_length does not fit the server's max_model_len."""
 
 
-def sampling_settings(config: Any, eos_token_ids: list[int]) -> SamplingSettings:
-    """The config's sampling settings. Top log-probabilities are asked for only when score centering needs them."""
+def sampling_settings(config: Any, eos_token_ids: list[int], *, candidate_sets: bool = False) -> SamplingSettings:
+    """The config's sampling settings. Top log-probabilities are asked for only when score centering needs them.
+
+    Args:
+        candidate_sets: the servers return the set that each token was drawn from (top_k, top_p, min_p).
+    """
     return SamplingSettings(
         max_tokens=config.max_completion_length,
         temperature=config.temperature,
@@ -23,6 +27,7 @@ def sampling_settings(config: Any, eos_token_ids: list[int]) -> SamplingSettings
         repetition_penalty=getattr(config, "repetition_penalty", 1.0),
         num_logprobs=config.num_sampler_logprobs if config.score_centering else 0,
         stop_token_ids=tuple(eos_token_ids),
+        candidate_sets=candidate_sets,
     )
 
 

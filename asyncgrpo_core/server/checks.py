@@ -141,18 +141,30 @@ def _sampling_warnings(cap: ServerCapabilities, wants: ServerWants) -> list[str]
                 "Start it without --return-sampling-mask, or set top_k.",
             )
         return []
-    if cap.return_sampling_mask and cap.token_in_token_out:
+    if returns_candidate_sets(cap):
         return []
-    can = cap.version_number >= _SAMPLING_MASK_SINCE and cap.device_type == "cuda"
-    if can and cap.return_sampling_mask is not None:
-        missing = [] if cap.return_sampling_mask else ["--return-sampling-mask"]
-        missing += [] if cap.token_in_token_out else ["--enable-scale-out"]
+    if cap.version_number < _SAMPLING_MASK_SINCE or cap.device_type == "cpu":
+        why = "on a CPU" if cap.device_type == "cpu" else f"of version {cap.version or 'unknown'}, before 0.28"
+        return [
+            f"top_k, top_p or min_p is set, but a vLLM server {why} cannot report the candidates that tokens were "
+            "drawn from; the trainer normalises over the whole vocabulary, which biases the importance ratio."
+        ]
+    missing = [] if cap.token_in_token_out else ["--enable-scale-out"]
+    if cap.return_sampling_mask is False:
+        missing = ["--return-sampling-mask", *missing]
+    if missing:
+        runner = " and VLLM_USE_V2_MODEL_RUNNER=1 in its environment" if cap.return_sampling_mask is False else ""
         raise ServerMismatchError(
             f"top_k, top_p or min_p is set, but the vLLM server was started without {' and '.join(missing)}: the "
             "trainer could not normalise over the candidates that tokens were drawn from.",
-            f"Start it with {' '.join(missing)} (and VLLM_USE_V2_MODEL_RUNNER=1 if it refuses the first).",
+            f"Start it with {' '.join(missing)}{runner}.",
         )
     return [
-        "top_k, top_p or min_p is set, but this vLLM server cannot report the candidates that tokens were drawn from; "
-        "the trainer normalises over the whole vocabulary, which biases the importance ratio."
+        "The vLLM server does not say whether it was started with --return-sampling-mask. Without it, the trainer "
+        "normalises over the whole vocabulary, which biases the importance ratio under top_k, top_p and min_p."
     ]
+
+
+def returns_candidate_sets(cap: ServerCapabilities) -> bool:
+    """Whether its replies carry the candidate set of every token (reference, 'Top-k and top-p sampling')."""
+    return bool(cap.return_sampling_mask) and cap.token_in_token_out

@@ -19,6 +19,16 @@ _FIXES = (
         r"unrecognized arguments:.*--enable-scale-out",
         "This vLLM is older than that flag; set server.token_route to false.",
     ),
+    (
+        r"unrecognized arguments:.*--return-sampling-mask",
+        "This vLLM is older than 0.28 and cannot report candidate sets; set server.token_route to false (the trainer "
+        "then normalises over the whole vocabulary, which biases the importance ratio), or use a newer one.",
+    ),
+    (
+        r"sampling distribution replay requires Model Runner V2|Model Runner V2 requires Triton",
+        "--return-sampling-mask needs VLLM_USE_V2_MODEL_RUNNER=1 in server.env, and a GPU: leave it out of "
+        "server.extra_args on a CPU.",
+    ),
     (r"unrecognized arguments", "Correct server.extra_args, or use a vLLM from 0.26 to 0.33."),
     (
         r"No module named '?vllm",

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from asyncgrpo_core.errors import ServerError
-from asyncgrpo_core.types import TopLogprobs, TurnRecord
+from asyncgrpo_core.types import CandidateSets, TopLogprobs, TurnRecord
 
 # vLLM's default of --max-logprobs; the extra log-probability below is only asked for when it surely fits.
 _DEFAULT_MAX_LOGPROBS = 20
@@ -28,7 +28,8 @@ class SamplingSettings:
 
     `num_logprobs` is the number of most likely tokens whose log-probabilities come back with every sampled token
     (0: only the sampled token's own). `top_k` 0 and `min_p` None are off. `repetition_penalty` stays 1.0: no config
-    field of the reference sets it, a config subclass may carry a field of that name.
+    field of the reference sets it, a config subclass may carry a field of that name. `candidate_sets`: every server
+    of the run returns the candidate set of each token, so that a reply without them is an error.
     """
 
     max_tokens: int
@@ -39,6 +40,7 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     num_logprobs: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    candidate_sets: bool = False
 
 
 def requested_logprobs(num_logprobs: int, max_logprobs: int | None) -> int:
@@ -186,11 +188,12 @@ def parse_tokens_reply(payload: bytes, prompt_ids: list[int], sampling: Sampling
     content = (choice.logprobs.content if choice.logprobs else None) or []
     _check_counts(len(output_ids), len(content))
     top = _top_of_tokens(content, k) if k else None
+    candidates = _candidate_sets(choice.sampling_mask, len(output_ids), sampling.candidate_sets)
     return TurnRecord(
         prompt_ids=prompt_ids,
         output_ids=output_ids,
         output_log_probs=[token.logprob for token in content],
-        output_sampling_mask=choice.sampling_mask,
+        output_sampling_mask=candidates,
         output_sampler_logprobs=top,
         output_versions=_versions(choice.weight_versions, len(output_ids)),
         finish_reason=choice.finish_reason,
@@ -198,7 +201,10 @@ def parse_tokens_reply(payload: bytes, prompt_ids: list[int], sampling: Sampling
 
 
 def parse_completions_reply(payload: bytes, prompt_ids: list[int], sampling: SamplingSettings) -> TurnRecord:
-    """Reply of /v1/completions -> TurnRecord. Raises ServerError when it lacks what was asked for."""
+    """Reply of /v1/completions -> TurnRecord. Raises ServerError when it lacks what was asked for.
+
+    This route never returns candidate sets.
+    """
     choice = _first_choice(_completions_decoder, payload)
     output_ids = choice.token_ids or []
     logprobs = choice.logprobs or _CompletionLogprobs()
@@ -233,6 +239,18 @@ def _check_counts(num_tokens: int, num_logprobs: int) -> None:
             f"The server returned {num_tokens} tokens with {num_logprobs} log-probabilities.",
             "Use a vLLM server, version 0.26 to 0.33, that returns token ids and log-probabilities.",
         )
+
+
+def _candidate_sets(rows: list[list[int]] | None, num_tokens: int, wanted: bool) -> CandidateSets | None:
+    if rows is None and (num_tokens == 0 or not wanted):
+        return None
+    if rows is None or len(rows) != num_tokens:
+        raise ServerError(
+            f"The server returned {num_tokens} tokens with {'no' if rows is None else len(rows)} candidate sets "
+            "(sampling_mask), over which the trainer has to normalise under top_k, top_p and min_p.",
+            "Start the vLLM server (0.28 or later) with --return-sampling-mask --enable-scale-out.",
+        )
+    return CandidateSets.from_lists(rows)
 
 
 def _check_top_counts(counts: list[int]) -> None:

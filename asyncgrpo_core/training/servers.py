@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, ServerMismatchError
-from asyncgrpo_core.server.checks import ServerWants, check_server
+from asyncgrpo_core.server.checks import ServerWants, check_server, returns_candidate_sets
 from asyncgrpo_core.server.control import ServerCapabilities, VLLMControl
 from asyncgrpo_core.server.generation import smallest_max_logprobs
 from asyncgrpo_core.sync.fleet import SyncServer
@@ -50,6 +50,7 @@ class Servers:
             "use_token_route": all(cap.token_in_token_out for cap in caps),
             "max_model_len": self.max_model_len(),
             "max_logprobs": smallest_max_logprobs([c.max_logprobs for c in caps if c.max_logprobs is not None]),
+            "candidate_sets": _restricted(self.args) and all(returns_candidate_sets(cap) for cap in caps),
             # A CPU engine dies of a seeded request as soon as a prefill is split over two engine steps.
             "send_seed": not any(cap.device_type == "cpu" and cap.chunked_prefill_possible for cap in caps),
         }
@@ -136,11 +137,15 @@ def wants_of(
         num_sampler_logprobs=args.num_sampler_logprobs if args.score_centering else 1,
         needed_len=args.max_completion_length + 1,
         dtype=policy.dtype,
-        restricted_sampling=args.top_k > 0 or args.top_p < 1 or bool(args.min_p),
+        restricted_sampling=_restricted(args),
         weight_transfer_backend=args.weight_sync_backend
         or capabilities.weight_transfer_backend
         or ("shm" if capabilities.device_type == "cpu" else "nccl"),
     )
+
+
+def _restricted(args: AsyncGRPOConfig) -> bool:
+    return args.top_k > 0 or args.top_p < 1 or bool(args.min_p)
 
 
 def differences(urls: list[str], capabilities: list[ServerCapabilities]) -> list[str]:

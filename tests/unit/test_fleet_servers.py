@@ -16,6 +16,7 @@ from asyncgrpo_core.launch.run_folder import Attempt, read_attempt, write_attemp
 from asyncgrpo_core.launch.serve import serve
 from asyncgrpo_core.launch.vllm_server import ServerSlot
 from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.rollout.sampling import sampling_settings
 from asyncgrpo_core.rollout.worker import RolloutWorker
 from asyncgrpo_core.rollout.worker_process import SharedValues
 from asyncgrpo_core.server.capabilities import ServerCapabilities
@@ -145,6 +146,7 @@ def test_the_smallest_bounds_hold(tmp_path):
         "use_token_route": True,
         "max_model_len": 300,
         "max_logprobs": 20,
+        "candidate_sets": False,
         "send_seed": True,
     }
     seedless = capabilities(chunked_prefill_possible=True, token_in_token_out=False, max_model_len=None)
@@ -152,6 +154,23 @@ def test_the_smallest_bounds_hold(tmp_path):
     assert (settings["send_seed"], settings["use_token_route"], settings["max_model_len"]) == (False, False, 512)
     with pytest.raises(Exception, match="http://a:1 does not report max_model_len"):
         servers(tmp_path, capabilities(max_model_len=None)).token_budget()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "second", "expected"),
+    [
+        ({"top_k": 4}, {}, True),
+        ({"top_k": 4, "min_p": 0.1}, {"return_sampling_mask": False}, False),
+        ({"top_k": 4, "top_p": 0.9}, {"token_in_token_out": False}, False),
+        ({}, {}, False),
+    ],
+)
+def test_f135_replies_must_carry_candidate_sets_where_all_servers_return_them(tmp_path, sampling, second, expected):
+    able = {"return_sampling_mask": True}
+    made = servers(tmp_path, capabilities(**able), capabilities(**(able | second)), **sampling)
+    settings = made.worker_settings()
+    assert settings["candidate_sets"] is expected
+    assert sampling_settings(made.args, [2], candidate_sets=settings["candidate_sets"]).candidate_sets is expected
 
 
 def test_differences_are_named_with_both_servers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,10 +102,25 @@ def test_versions_are_unknown_before_the_first_sync() -> None:
     assert parse_tokens_reply(tokens_reply(content, weight_versions=spans), [1], SAMPLING).output_versions is None
 
 
-def test_candidate_sets_are_kept() -> None:
-    content = [entry(4, -1.0, 1, top_logprobs=[{"token_id": 4, "logprob": -1.0}])]
-    turn = parse_tokens_reply(tokens_reply(content, sampling_mask=[[4, 9]]), [1], SAMPLING)
-    assert turn.output_sampling_mask == [[4, 9]]
+def test_f133_candidate_sets_are_kept() -> None:
+    content = [entry(i, -1.0, 1, top_logprobs=[entry(i, -1.0, 1)]) for i in (4, 5)]
+    for sampling in (SAMPLING, replace(SAMPLING, candidate_sets=True)):
+        turn = parse_tokens_reply(tokens_reply(content, sampling_mask=[[4, 9], [2, 5, 6]]), [1], sampling)
+        assert turn.output_sampling_mask.tolist() == [[4, 9], [2, 5, 6]]
+    assert parse_tokens_reply(tokens_reply(content), [1], SAMPLING).output_sampling_mask is None
+
+
+@pytest.mark.parametrize(("sets", "word"), [(None, "with no candidate sets"), ([[4]], "with 1 candidate sets")])
+def test_f135_a_reply_without_the_candidate_sets_that_its_server_returns_is_refused(sets, word) -> None:
+    content = [entry(i, -1.0, 1, top_logprobs=[entry(i, -1.0, 1)]) for i in (4, 5)]
+    with pytest.raises(ServerError, match=word) as error:
+        parse_tokens_reply(tokens_reply(content, sampling_mask=sets), [1], replace(SAMPLING, candidate_sets=True))
+    assert "--return-sampling-mask --enable-scale-out" in str(error.value)
+
+
+def test_a_reply_of_no_tokens_needs_no_candidate_sets() -> None:
+    turn = parse_tokens_reply(tokens_reply([]), [1], replace(SAMPLING, candidate_sets=True))
+    assert turn.output_ids == [] and turn.output_sampling_mask is None
 
 
 def test_completions_reply_gives_the_same_head() -> None:

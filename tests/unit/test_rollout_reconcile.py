@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncgrpo_core.errors import RolloutError
 from asyncgrpo_core.rollout.reconcile import reconcile
-from asyncgrpo_core.types import TopLogprobs, TurnRecord
+from asyncgrpo_core.types import CandidateSets, TopLogprobs, TurnRecord
 
 
 def turn(prompt: list[int], output: list[int], **more) -> TurnRecord:
@@ -85,11 +85,20 @@ def test_nothing_to_train_on_gives_no_sequence() -> None:
     assert reconcile([], 0, want_top=True).sequences == []
 
 
-def test_candidate_sets_have_one_list_per_trained_token() -> None:
-    (seq,) = reconcile(
-        [turn([1], [7, 8], output_mask=[0, 1], output_sampling_mask=[[7], [8, 9]])], 0, want_top=False
-    ).sequences
-    assert seq.sampling_mask == [[8, 9]]
+def test_f133_there_is_one_candidate_set_per_trained_token() -> None:
+    """F199: in the reference's form (lists), and in ours."""
+    lists = [[7], [8, 9], [4, 5, 10]]
+    for sets in (lists, CandidateSets.from_lists(lists)):
+        turns = [
+            turn([1], [7, 8, 10], output_mask=[0, 1, 1], output_sampling_mask=sets),
+            turn([1, 7, 8, 10], [3], output_mask=[0]),  # not trained: may lack its sets
+            turn([1, 7, 8, 10, 3], [6], output_sampling_mask=[[6, 7]]),
+        ]
+        (seq,) = reconcile(turns, 0, want_top=False).sequences
+        assert seq.sampling_mask.tolist() == [[8, 9], [4, 5, 10], [6, 7]]
+        assert seq.sampling_mask.ids.dtype == np.int32
+    (seq,) = reconcile([turn([1], [7])], 0, want_top=False).sequences
+    assert seq.sampling_mask is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from asyncgrpo_core.errors import ServerMismatchError
 from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabilities, version_number
-from asyncgrpo_core.server.checks import ServerWants, check_server
+from asyncgrpo_core.server.checks import ServerWants, check_server, returns_candidate_sets
 
 RECORDED = Path(__file__).parent.parent / "data" / "vllm_0_32"
 
@@ -165,15 +165,20 @@ def test_versions_outside_the_range_are_a_warning(own):
         ({"weight_transfer_backend": "nccl"}, {}, ["'nccl'", "'shm'", "weight_sync_backend"]),
         ({"chunked_prefill_possible": True}, {}, ["--max-num-batched-tokens", "--no-enable-chunked-prefill"]),
         ({"return_sampling_mask": True}, {}, ["--return-sampling-mask", "top_k"]),
-        (
+        (  # F135, F136
             {"device_type": "cuda"},
             {"restricted_sampling": True},
-            ["--return-sampling-mask", "VLLM_USE_V2_MODEL_RUNNER=1"],
+            ["without --return-sampling-mask:", "VLLM_USE_V2_MODEL_RUNNER=1"],
         ),
-        (
+        (  # F135
             {"device_type": "cuda", "return_sampling_mask": True, "token_in_token_out": False},
             {"restricted_sampling": True},
-            ["without --enable-scale-out"],
+            ["without --enable-scale-out:"],
+        ),
+        (  # F135: the oldest version that can
+            {"device_type": "cuda", "version": "0.28.0", "token_in_token_out": False},
+            {"restricted_sampling": True},
+            ["without --return-sampling-mask and --enable-scale-out:"],
         ),
     ],
 )
@@ -197,15 +202,24 @@ def test_split_prefills_matter_only_to_seeded_requests_on_a_cpu(own):
     assert check_server(replace(split, device_type="cuda"), wants()) == []
 
 
-def test_restricted_sampling_where_no_candidate_sets_can_be_had_is_a_warning(own):
-    for cap in (own, replace(own, device_type="cuda", version="0.27.0")):
+def test_f137_restricted_sampling_where_no_candidate_sets_can_be_had_is_one_warning(own):
+    old = replace(own, device_type="cuda", version="0.27.0", token_in_token_out=False, return_sampling_mask=None)
+    for cap, word in ((own, "on a CPU"), (old, "0.27.0, before 0.28")):
         (warning,) = check_server(cap, wants(restricted_sampling=True))
-        assert "biases the importance ratio" in warning
+        assert "biases the importance ratio" in warning and word in warning
+        assert not returns_candidate_sets(cap)
 
 
-def test_restricted_sampling_with_candidate_sets_is_accepted(own):
+def test_a_server_that_does_not_say_whether_it_returns_candidate_sets_is_one_warning(own):
+    silent = replace(own, device_type=None, return_sampling_mask=None)
+    (warning,) = check_server(silent, wants(restricted_sampling=True))
+    assert "does not say" in warning and "--return-sampling-mask" in warning
+
+
+def test_f135_restricted_sampling_with_candidate_sets_is_accepted(own):
     full = replace(own, device_type="cuda", return_sampling_mask=True)
     assert check_server(full, wants(restricted_sampling=True)) == []
+    assert returns_candidate_sets(full)
 
 
 def test_no_backend_wanted_needs_no_dev_mode(own):

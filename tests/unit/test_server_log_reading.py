@@ -56,6 +56,20 @@ def test_an_old_vllm_without_the_token_route_is_explained():
     assert "server.token_route" in fix_for(failure_reason([line]))
 
 
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("api_server.py: error: unrecognized arguments: --return-sampling-mask", "older than 0.28"),  # F137
+        # F136; both as vLLM 0.32 wrote them on a CPU, without and with VLLM_USE_V2_MODEL_RUNNER=1
+        ("  Value error, sampling distribution replay requires Model Runner V2", "VLLM_USE_V2_MODEL_RUNNER=1"),
+        ("  Value error, Model Runner V2 requires Triton.", "a GPU"),
+    ],
+)
+def test_f136_a_server_that_cannot_return_candidate_sets_is_explained(line, word):
+    lines = ["pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig", line]
+    assert word in fix_for(failure_reason(lines if line.startswith(" ") else [line]))
+
+
 def test_an_unknown_reason_gets_no_fix():
     assert fix_for("RuntimeError: the sky fell.") == ""
 
