@@ -58,12 +58,20 @@ class RewardError(RolloutError):
     """A reward function returned something that is no reward."""
 
 
+class RankLostError(AsyncGRPOError):
+    """A trainer rank ended, or said nothing for too long, while another one waited for it."""
+
+
 class LedgerError(AsyncGRPOError):
     """The exactly-once bookkeeping was contradicted, or its file could not be written."""
 
 
 class CheckpointError(AsyncGRPOError):
     """A checkpoint is missing, incomplete or does not fit this run."""
+
+
+class NonFiniteError(AsyncGRPOError):
+    """The loss or its gradient was not finite in several steps in a row; says where their rows are."""
 
 
 class TrackerError(AsyncGRPOError):

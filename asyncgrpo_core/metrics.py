@@ -72,6 +72,12 @@ class MetricWindow:
         else:
             pair[0] = min(pair[0], a)
 
+    def drain(self) -> list[MetricEvent]:
+        """Everything recorded, as events for another window; empties this one."""
+        events = [(name, self._kinds[name], a, b) for name, (a, b) in self._pairs.items()]
+        self._pairs.clear()
+        return events
+
     def extend(self, events: Iterable[MetricEvent]) -> None:
         for event in events:
             self.event(event)

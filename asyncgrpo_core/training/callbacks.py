@@ -34,8 +34,7 @@ class PipelineCallback(TrainerCallback):
             control.should_save = True
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._trainer.training_has_ended = True
-        self._trainer.pipeline.finish()
+        self._trainer.finish_pipeline()
 
 
 class MetricSink(Protocol):

@@ -115,10 +115,15 @@ class LossSettings:
         )
 
     def normalizer(self, row: Mapping[str, Tensor]) -> float:
-        """What the sum over the tokens of `row` is divided by: its trained tokens, or Dr. GRPO's constant."""
+        """What the sum over the tokens of `row` is divided by: trained tokens, or Dr. GRPO's constant.
+
+        Both of the whole micro-batch when the row says (`num_trained`, `num_trained_samples`: over all ranks), else of
+        the row alone.
+        """
         if self.loss_normalization == "tokens":
-            return float(len(row["target_ids"]))
-        return dr_grpo_normalizer(num_trained_samples(row["sample_index"]), self.budget)
+            return float(row["num_trained"] if "num_trained" in row else len(row["target_ids"]))
+        samples = row["num_trained_samples"] if "num_trained" in row else num_trained_samples(row["sample_index"])
+        return dr_grpo_normalizer(int(samples), self.budget)
 
     def in_range(self, ratio: Tensor) -> Tensor:
         return (ratio >= self.clip_min) & (ratio <= self.clip_max)

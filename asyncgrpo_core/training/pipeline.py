@@ -140,7 +140,8 @@ class Pipeline:
     def _start_worker(self, samples: list[TrainingSample]) -> None:
         args = self.args
         allowance = TokenAllowance(
-            max_staleness=args.max_staleness, step_tokens=args.gradient_accumulation_steps * self.token_budget
+            max_staleness=args.max_staleness,
+            step_tokens=args.gradient_accumulation_steps * args.world_size * self.token_budget,
         )
         self.worker = RolloutWorker(
             config=args,
@@ -168,6 +169,7 @@ class Pipeline:
             max_staleness=args.max_staleness,
             version=lambda: self.policy_version,
             should_stop=self._should_stop,
+            world_size=args.world_size,
         )
         self.source.loop_state = self._loop_state
         self.source.preload(samples)

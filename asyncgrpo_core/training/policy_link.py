@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+from torch.distributed.tensor import DTensor
+
 from asyncgrpo_core.models.forward import score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
 from asyncgrpo_core.training.run_context import PolicyLink
@@ -19,9 +21,14 @@ def policy_link(trainer: AsyncGRPOTrainer) -> PolicyLink:
     """Connect a trainer to its pipeline."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     dtype = next(model.parameters()).dtype
+    ranks = trainer.ranks
+    ranks.on("parameters", lambda: iter_server_parameters(model))
+    ranks.on("score", lambda ids: _score(trainer, ids))
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return PolicyLink(
-        parameters=lambda: iter_server_parameters(model),
-        score=lambda ids: _score(trainer, ids),
+        # Sharded weights are gathered by all ranks at once; a forward under FSDP or DDP is one of all ranks.
+        parameters=lambda: ranks.iterate("parameters") if sharded else iter_server_parameters(model),
+        score=lambda ids: ranks.together("score", ids),
         canary_ids=canary_tokens(trainer),
         dtype=str(dtype).removeprefix("torch."),
         device=trainer.args.device.type,

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.metrics import MetricWindow
-from asyncgrpo_core.packing.layout import pack_row
+from asyncgrpo_core.metrics import MetricEvent, MetricWindow
 from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.rollout.worker import refuse_unguarded_script
 from asyncgrpo_core.training.callbacks import PipelineCallback
@@ -29,23 +26,25 @@ from asyncgrpo_core.training.completions import format_completions
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.cores import share_cores
 from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_funcs
+from asyncgrpo_core.training.distributed import Ranks
 from asyncgrpo_core.training.live_batches import LiveBatches, initial_training_values, no_collator
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
 from asyncgrpo_core.training.pipeline import Pipeline
 from asyncgrpo_core.training.policy_link import policy_link
-from asyncgrpo_core.training.run_context import RunContext
+from asyncgrpo_core.training.ranked_trainer import RankedTrainer
+from asyncgrpo_core.training.row_shares import RowShare, shares_of
+from asyncgrpo_core.training.run_context import PolicyLink, RunContext
 from asyncgrpo_core.training.source import Step
 from asyncgrpo_core.training.step_metrics import add_length_bias, record_batch, record_performance, record_samples
 from asyncgrpo_core.training.trainer_parts import default_args, eos_token_ids, load_parts, name_of
 from asyncgrpo_core.training.trainer_summary import summarise
-from asyncgrpo_core.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
 RewardFunc = Callable[..., list[float]]
 
 
-class AsyncGRPOTrainer(Trainer):
+class AsyncGRPOTrainer(RankedTrainer):
     """Trainer for GRPO with generation on a separate vLLM server (reference, AsyncGRPOTrainer).
 
     Args:
@@ -89,14 +88,11 @@ class AsyncGRPOTrainer(Trainer):
         refuse_unguarded_script()
         if args is None:
             args = default_args(model)
-        if args.world_size > 1:
-            raise ConfigError(
-                f"{args.world_size} trainer ranks were started; this version trains on one.", "Start one process."
-            )
         share_cores(args)
         reward_funcs = normalise_reward_funcs(reward_funcs, environment_factory, self.loop_cls)
         num_rows = check_dataset(train_dataset, environment_factory, args.max_steps)
         policy, processing_class = load_parts(model, args, processing_class, peft_config)
+        self.ranks = Ranks(args.process_index, args.world_size, deadline_s=args.ddp_timeout)
         self.window = MetricWindow()
         self.clock = StepClock()
         self.run = run or RunContext(run_dir=Path(args.output_dir or "trainer_output"))
@@ -112,6 +108,7 @@ class AsyncGRPOTrainer(Trainer):
         self.loss_is_scaled_for_ga = False  # the loss is a mean over one micro-batch
         self.loss_settings = LossSettings.from_config(args)
         self._stop_reason: str | None = None
+        self._asked_to_stop: str | None = None
         self.training_has_ended = False
         self._step: Step | None = None
         self.resume_folder: Path | None = None
@@ -155,39 +152,59 @@ class AsyncGRPOTrainer(Trainer):
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         self.resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir or "trainer_output"))
-        self._stop_reason = None
+        self._stop_reason = self._asked_to_stop = None
         self.training_has_ended = False
         folder = None if self.resume_folder is None else str(self.resume_folder)
         failed = True
         try:
+            self.ranks.open()
             output = super().train(folder, trial, ignore_keys_for_eval)
             failed = False
             return output
+        except BaseException as error:
+            self.ranks.fail(error)
+            raise
         finally:
             self._close(failed)
 
     def _close(self, failed: bool) -> None:
         try:
             self.pipeline.stop()
-        except Exception:
+        except Exception as error:
             if not failed:
+                failed = True
+                self.ranks.fail(error)
                 raise
             logger.exception("The pipeline did not close cleanly after the error that is raised")
+        finally:
+            self.ranks.close(failed=failed)
 
     def start_pipeline(self) -> None:
         """Bring server, sync and worker up (called when the Trainer has prepared model and optimizer)."""
+        link = policy_link(self)
+        self.ranks.lead("start", lambda: self._start(link))
+        self.clock = StepClock()
+
+    def _start(self, link: PolicyLink) -> None:
         resumed = None
         if self.resume_folder is not None:
             state, samples = load_rollout_state(self.resume_folder)
             resumed = (state, samples, self.resume_folder)
-        self.pipeline.start(policy_link(self), resumed)
-        self.clock = StepClock()
+        self.pipeline.start(link, resumed)
+
+    def finish_pipeline(self) -> None:
+        """End generation and send the last weights."""
+        self.training_has_ended = True
+        self.ranks.lead("finish", self.pipeline.finish)
 
     def request_stop(self, reason: str) -> None:
         """Stop after the current step, with a checkpoint; nothing once the last step is done. Signal-safe."""
         if self.training_has_ended:
             return
-        self._stop_reason = self._stop_reason or reason
+        if self.ranks.is_leader:
+            self._stop_reason = self._stop_reason or reason
+        else:
+            self._asked_to_stop = reason  # rank 0 is told at the end of the step, and decides for all
 
     @property
     def stop_reason(self) -> str | None:
@@ -195,6 +212,7 @@ class AsyncGRPOTrainer(Trainer):
         return self._stop_reason
 
     def _should_stop(self) -> bool:
+        self.ranks.check()
         return self._stop_reason is not None or self.control.should_training_stop or self.epochs_are_done()
 
     def epochs_are_done(self) -> bool:
@@ -213,21 +231,27 @@ class AsyncGRPOTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):  # type: ignore[override]
         """The rows of the next step; none, with the stop flag set, when training is over."""
         finished = 0 < self.args.max_steps <= self.state.global_step
-        self._step = None if finished else self.pipeline.next_step(num_batches)
-        if self._step is None:
+        shares = None if finished else self._next_shares(num_batches)
+        if shares is None:
             self.control.should_training_stop = True
             self.control.should_save = self.state.global_step > 0 and not finished
             return [], None
-        return [self._pack(microbatch.rows[self.args.process_index]) for microbatch in self._step], None
+        num_top = self.args.num_sampler_logprobs if self.args.score_centering else 0
+        return [share.pack(num_top) for share in shares], None
 
-    def _pack(self, row: Sequence[TrainingSample]) -> dict[str, torch.Tensor]:
-        packed = pack_row(row, self.args.num_sampler_logprobs if self.args.score_centering else 0)
-        return cast(dict[str, torch.Tensor], packed)
+    def _next_shares(self, num_batches: int) -> list[RowShare] | None:
+        """This rank's rows of the next step; None when the run is to stop before it is full."""
+        if not self.ranks.lead("plan", lambda: self._plan(num_batches)):
+            return None
+        return self.ranks.scatter("rows", shares_of(self._step, self.ranks.world_size) if self._step else None)
+
+    def _plan(self, num_batches: int) -> bool:
+        self._step = self.pipeline.next_step(num_batches)
+        return self._step is not None
 
     def training_step(self, model, inputs, num_items_in_batch=None):  # type: ignore[override]
-        overlap = self.pipeline.overlap
-        assert overlap is not None
-        overlap.computing = True
+        if self.pipeline.overlap is not None:  # on rank 0
+            self.pipeline.overlap.computing = True
         with self.clock.part("fwd_bwd"):
             loss = super().training_step(model, inputs, num_items_in_batch)
         self.clock.optimizer_started = time.monotonic()
@@ -240,6 +264,7 @@ class AsyncGRPOTrainer(Trainer):
             normalizer = self.loss_settings.normalizer(inputs)
             loss, sums = async_grpo_loss(output, inputs, self.loss_settings, normalizer)
         self.window.extend(sums.events())
+        loss = loss * self.ranks.world_size  # DDP and FSDP average over the ranks; their losses add up
         return (loss, output) if return_outputs else loss
 
     def floating_point_ops(self, inputs) -> int:
@@ -249,9 +274,22 @@ class AsyncGRPOTrainer(Trainer):
 
     def end_step(self) -> None:
         """Books, metrics and weight sync of the step that the optimizer just finished."""
+        self.clock.close_optimizer()
+        for stop_reason, events in self.ranks.gather("metrics", self._own_metrics()):
+            self.window.extend(events)
+            if stop_reason is not None:
+                self.request_stop(stop_reason)
+        self.ranks.lead("end of step", self._finish_step)
+        if not self.ranks.is_leader:
+            self.clock.finish_step()
+
+    def _own_metrics(self) -> tuple[str | None, list[MetricEvent]]:
+        """What this rank has to tell rank 0 about a step (rank 0 itself: nothing)."""
+        return (None, []) if self.ranks.is_leader else (self._asked_to_stop, self.window.drain())
+
+    def _finish_step(self) -> None:
         assert self._step is not None and self.pipeline.overlap is not None
         self.pipeline.overlap.computing = False
-        self.clock.close_optimizer()
         step = self._step
         record_samples(self.window, step, self.pipeline.policy_version)
         tokens, trained = record_batch(self.window, step, self.pipeline.token_budget)
@@ -273,13 +311,8 @@ class AsyncGRPOTrainer(Trainer):
                 print(format_completions(self._step, self.processing_class, self.state.global_step, count), flush=True)
         super().log(logs, start_time)
 
-    def _save_checkpoint(self, model, trial) -> None:
-        super()._save_checkpoint(model, trial)
-        if not self.args.should_save:
-            return
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if folder.is_dir():  # else rotated away already
-            complete_checkpoint(folder, self.pipeline, self.state.global_step)
+    def complete_checkpoint(self, folder: Path) -> None:
+        complete_checkpoint(folder, self.pipeline, self.state.global_step)
 
     # -- what is known --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,88 @@
+"""A `transformers.Trainer` on several ranks: decisions that hold on all of them, checkpoints any number can read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from asyncgrpo_core.training import sharded_checkpoint as sharded
+from asyncgrpo_core.training.distributed import Ranks
+
+
+class RankedTrainer(Trainer):
+    """What `AsyncGRPOTrainer` does differently from `Trainer` because there may be several ranks.
+
+    Attributes:
+        ranks: the ranks of this run; open while `train()` runs.
+    """
+
+    ranks: Ranks
+    _stop_reason: str | None = None
+
+    # -- decisions -------------------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        self._agree_on_control()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._agree_on_control()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        self._agree_on_control()  # an `on_log` may have asked for a checkpoint
+
+    def _agree_on_control(self) -> None:
+        """What the callbacks of rank 0 decided holds on every rank: only there are metrics, and every signal counts."""
+        if self.ranks.is_open:
+            flags, reason = self.ranks.agree("control", (vars(self.control), self._stop_reason))
+            if not self.ranks.is_leader:  # a signal may have come to rank 0 in between
+                vars(self.control).update(flags)
+                self._stop_reason = reason
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def complete_checkpoint(self, folder: Path) -> None:
+        """Rank 0: write what makes a folder a whole checkpoint."""
+        raise NotImplementedError
+
+    def _save_checkpoint(self, model, trial) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        self.accelerator.wait_for_everyone()  # every rank's files are there
+        self.ranks.lead("checkpoint", lambda: self._complete(folder))
+
+    def _complete(self, folder: Path) -> None:
+        if folder.is_dir():  # else rotated away already
+            self.complete_checkpoint(folder)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model, ready for `from_pretrained` and vLLM; under FSDP every rank must call it.
+
+        Of the checkpoints of a sharded run only the last one holds the whole model beside the shards.
+        """
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir or self.args.output_dir
+        weights = None
+        if not _internal_call or self.control.should_training_stop:
+            weights = sharded.whole_state(self.model, keep=self.args.should_save)
+        if self.args.should_save:
+            sharded.save_whole(self, Path(str(folder)), weights)
+        self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        model = self.model if model is None else model
+        if sharded.fits_as_it_is(Path(resume_from_checkpoint), self.is_fsdp_enabled):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            sharded.load_model(Path(resume_from_checkpoint), model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint) -> None:
+        if checkpoint is None or sharded.fits_as_it_is(Path(checkpoint), self.is_fsdp_enabled):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            optimizer: Any = self.optimizer
+            sharded.load_optimizer(Path(checkpoint), self.model, getattr(optimizer, "optimizer", optimizer))
+            sharded.load_scheduler(Path(checkpoint), self.lr_scheduler)
