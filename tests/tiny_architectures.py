@@ -73,7 +73,7 @@ NAMES = [*TEXT_ARCHITECTURES, *VISION_LANGUAGE_ARCHITECTURES]
 def make_architecture(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> PreTrainedModel:
-    """A random model of two layers in train mode, with eager attention; `fields` go into its text config."""
+    """A random model of two layers in train mode, attention and experts eager; `fields` go into its text config."""
     if name in TEXT_ARCHITECTURES:
         model_class, config_class, own = TEXT_ARCHITECTURES[name]
         config = getattr(transformers, config_class)(**{**_TEXT, **own, **fields})
@@ -88,6 +88,7 @@ def make_architecture(
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config)
+    model.set_experts_implementation("eager")  # torch's grouped matrix product has no float64
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms start as ones or zeros and biases as zeros: then one is as good as another

@@ -22,10 +22,10 @@ from transformers import (
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.adapters import check_adapter, wrap_adapter
 from asyncgrpo_core.models.forward import causal_model
+from asyncgrpo_core.models.moe import install_router_loss, router_coefficient
 from asyncgrpo_core.models.support import (
     check_config,
     check_model,
-    check_router_coefficient,
     check_transformers,
     current_device_traits,
     freeze_outside_text_model,
@@ -49,8 +49,8 @@ def load_policy(model: str | PreTrainedModel, config: Any, *, peft_config: Any =
         peft_config: wraps the model in an adapter (see `wrap_adapter`).
 
     Raises:
-        ConfigError: the folder or model id cannot be loaded, the dtype is unknown, or the architecture or the adapter
-            is not supported.
+        ConfigError: the folder or model id cannot be loaded, the dtype is unknown, or the architecture, the adapter
+            or the load-balancing loss that `router_aux_loss_coef` asks for is not supported.
     """
     check_transformers()
     if isinstance(model, str):
@@ -67,6 +67,7 @@ def load_policy(model: str | PreTrainedModel, config: Any, *, peft_config: Any =
     base: Any = causal_model(policy)
     check_model(base)
     freeze_outside_text_model(base)  # after the adapter: one that reached the vision tower is frozen with it
+    install_router_loss(base, config.router_aux_loss_coef)
     base.eos_token_ids = _eos_token_ids(base)
     return policy
 
@@ -123,7 +124,7 @@ def _load(name: str, config: Any) -> PreTrainedModel:
 def _check_architecture(model_config: Any, config: Any) -> None:
     device = None if config.use_cpu else current_device_traits()
     check_config(model_config, device)
-    check_router_coefficient(model_config, config.router_aux_loss_coef)
+    router_coefficient(model_config, config.router_aux_loss_coef)
 
 
 def _architecture(model_config: Any) -> Any:

@@ -23,6 +23,7 @@ from transformers import (
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import support
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
+from asyncgrpo_core.models.moe import router_balance
 from tests.unit.policy_cases import VOCAB, tiny_policy
 
 
@@ -238,9 +239,10 @@ def test_f004_an_old_transformers_is_named(monkeypatch):
         load_policy(tiny_policy(), config())
 
 
-def test_f209_the_coefficient_of_the_auxiliary_loss_is_checked_on_load(caplog):
+def test_f209_the_coefficient_of_the_auxiliary_loss_is_checked_and_installed_on_load():
     with pytest.raises(ConfigError, match="not a Mixture-of-Experts"):
         load_policy(tiny_policy(), config(router_aux_loss_coef=0.01))
-    with caplog.at_level(logging.WARNING):
-        load_policy(tiny_policy("qwen3_moe"), config())
-    assert "router_aux_loss_coef=0.001" in caplog.text
+    for requested, used in ((None, 0.001), (0.0, None), (0.2, 0.2)):
+        policy = load_policy(tiny_policy("qwen3_moe"), config(router_aux_loss_coef=requested))
+        balance = router_balance(policy)
+        assert (None if balance is None else balance.coefficient) == used

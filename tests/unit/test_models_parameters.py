@@ -106,12 +106,12 @@ def test_f138_adapters_on_fused_experts_and_router_are_all_merged():
     torch.manual_seed(5)
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"], target_parameters=targets)
-    eager = {"experts_implementation": "eager", "dtype": torch.float64}
-    model = peft.get_peft_model(make_architecture("qwen3_moe", **eager), config)
+
+    model = peft.get_peft_model(make_architecture("qwen3_moe", dtype=torch.float64), config)
     sent = dict(iter_server_parameters(model))
     merged = model.merge_and_unload()
     wanted = dict(iter_server_parameters(merged))
-    base = dict(iter_server_parameters(make_architecture("qwen3_moe", **eager)))
+    base = dict(iter_server_parameters(make_architecture("qwen3_moe", dtype=torch.float64)))
     assert sent.keys() == wanted.keys() == base.keys()
     changed = {name for name in base if not torch.equal(base[name], wanted[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "gate", "gate_proj", "up_proj", "down_proj"}
