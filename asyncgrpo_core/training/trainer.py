@@ -17,6 +17,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from asyncgrpo_core.metrics import MetricEvent, MetricWindow
+from asyncgrpo_core.models.forward import causal_model
+from asyncgrpo_core.models.moe import router_coefficient
 from asyncgrpo_core.rollout.loop import AsyncRolloutLoop
 from asyncgrpo_core.rollout.worker import refuse_unguarded_script
 from asyncgrpo_core.training.callbacks import PipelineCallback
@@ -32,6 +34,7 @@ from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
 from asyncgrpo_core.training.pipeline import Pipeline
 from asyncgrpo_core.training.policy_link import policy_link
 from asyncgrpo_core.training.ranked_trainer import RankedTrainer
+from asyncgrpo_core.training.router_loss import add_router_loss
 from asyncgrpo_core.training.row_shares import RowShare, shares_of
 from asyncgrpo_core.training.run_context import PolicyLink, RunContext
 from asyncgrpo_core.training.source import Step
@@ -107,6 +110,7 @@ class AsyncGRPOTrainer(RankedTrainer):
         )
         self.loss_is_scaled_for_ga = False  # the loss is a mean over one micro-batch
         self.loss_settings = LossSettings.from_config(args)
+        self.router_aux_loss_coef = router_coefficient(causal_model(policy).config, args.router_aux_loss_coef)
         self._stop_reason: str | None = None
         self._asked_to_stop: str | None = None
         self.training_has_ended = False
@@ -263,6 +267,7 @@ class AsyncGRPOTrainer(RankedTrainer):
             output = model(**inputs, temperature=self.args.temperature)
             normalizer = self.loss_settings.normalizer(inputs)
             loss, sums = async_grpo_loss(output, inputs, self.loss_settings, normalizer)
+            loss = add_router_loss(loss, sums, output, inputs, self.router_aux_loss_coef)
         self.window.extend(sums.events())
         loss = loss * self.ranks.world_size  # DDP and FSDP average over the ranks; their losses add up
         return (loss, output) if return_outputs else loss
