@@ -30,7 +30,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,9 +90,9 @@ def _check_layer(layer: nn.Module) -> None:
             f"The forward of {kind} is replaced by a kernel for the whole layer, which packed rows cannot go through.",
             "Load the model without use_kernels.",
         )
-    code = inspect.unwrap(type(layer).forward).__code__
-    takes_keywords = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    if not takes_keywords or not {_CONVOLUTION, _DELTA_RULE} <= set(code.co_names):
+    codes = [function.__code__ for function in _behind(type(layer).forward)]
+    uses_both = [code for code in codes if {_CONVOLUTION, _DELTA_RULE} <= set(code.co_names)]
+    if not any(code.co_flags & inspect.CO_VARKEYWORDS for code in uses_both):
         raise ConfigError(
             f"{kind} of transformers {transformers.__version__} does not compute through {_CONVOLUTION} and "
             f"{_DELTA_RULE}, which packed rows rely on.",
@@ -159,15 +160,24 @@ def _planned_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _implementation(function: Any) -> Any:
     """What transformers chose behind a function of its kernel registry; None when that cannot be told."""
-    inner = getattr(type(function), "forward", None) if isinstance(function, nn.Module) else function
-    for _ in range(4):  # decorators around the choice
-        if not inspect.isfunction(inner):
-            return None
+    start = getattr(type(function), "forward", None) if isinstance(function, nn.Module) else function
+    for inner in _behind(start):
         variables = inspect.getclosurevars(inner).nonlocals
         if "implementation" in variables:
             return variables["implementation"]
-        inner = variables.get("func", getattr(inner, "__wrapped__", None))
     return None
+
+
+def _behind(function: Any) -> Iterator[types.FunctionType]:
+    """A function, and what its decorators hold of it."""
+    waiting, seen = [function], set()
+    while waiting:
+        found = waiting.pop(0)
+        if not isinstance(found, types.FunctionType) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        waiting += [cell.cell_contents for cell in found.__closure__ or ()]
 
 
 def tree_convolution(
@@ -180,11 +190,11 @@ def tree_convolution(
         return out
     # The last tokens of a segment are read by all its children. In 16 bits, adding up so many gradients loses them.
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    read = hidden_states[0].index_select(1, patch.sources).to(wide)
-    windows = read.index_select(1, patch.windows).view(len(read), patch.num_windows, -1).transpose(0, 1)
+    read = hidden_states[0].transpose(0, 1).index_select(0, patch.sources).to(wide)
+    windows = read.index_select(0, patch.windows).view(patch.num_windows, -1, read.shape[1])
     windows = windows.masked_fill(patch.missing, 0).to(hidden_states.dtype)
-    fixed = convolve(windows).transpose(0, 1).flatten(1).index_select(1, patch.results)
-    return out.index_copy(2, patch.positions, fixed[None])
+    fixed = convolve(windows.transpose(1, 2)).transpose(1, 2).flatten(0, 1).index_select(0, patch.results)
+    return out.index_copy(2, patch.positions, fixed.transpose(0, 1)[None])
 
 
 def tree_delta_rule(

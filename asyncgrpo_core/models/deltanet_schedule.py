@@ -36,7 +36,7 @@ class ConvPatch:
 
     sources: Tensor  # int64 [U], the distinct row indices that the windows read
     windows: Tensor  # int64 [M * W], index into `sources`
-    missing: Tensor  # bool [M, 1, W], before the start of a root or after the end of a segment: zero
+    missing: Tensor  # bool [M, W, 1], before the start of a root or after the end of a segment: zero
     results: Tensor  # int64 [P], index into the flattened [M * W] outputs
     positions: Tensor  # int64 [P], the row index that each result is for
     num_windows: int
@@ -104,7 +104,7 @@ def _build_conv_patch(plan: RowPlan, kernel_size: int) -> ConvPatch | None:
     return ConvPatch(
         sources=_to(sources, plan),
         windows=_to(inverse.reshape(-1), plan),
-        missing=_to(missing[:, None], plan),
+        missing=_to(missing[..., None], plan),
         results=_to(np.flatnonzero(real), plan),
         positions=_to(window[real], plan),
         num_windows=len(windows),
