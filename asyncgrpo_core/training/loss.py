@@ -12,6 +12,10 @@ H are the sampler's top tokens. c_v depends on what is assumed of the tokens out
     model   q = rho p there, rho = (1 - sum_H q) / (1 - sum_H p); because sum_v p_v grad log p_v = 0 the tail folds
             into the head,                               c_v = q_v w_v - alpha p_v,   alpha = rho w(1 / rho)
 
+Under top-k, top-p and min-p both p and q are normalised over the token's candidate set, and "outside H" means the rest
+of the set. Where the sampler reported the whole set (with num_sampler_logprobs >= top_k) nothing is left outside: the
+expectation is exact and both choices are c_v = q_v w_v.
+
 `loss_type` chooses another loss in their place: offpolicy/.
 
 Score centering: Marek and Ryabinin, arXiv 2609.20807. `model` is the default because on-policy (p = q) it vanishes,
@@ -140,7 +144,8 @@ def async_grpo_loss(
 
     Args:
         policy: of the N trained tokens of the row.
-        batch: the row (`packing.PackedRow`): sampler_logprobs, advantages, sample_index, top_ids, top_logprobs.
+        batch: the row (`packing.PackedRow`): sampler_logprobs, advantages, sample_index, top_ids, top_logprobs
+            and, where sampling was restricted, candidate_offsets.
         settings: which loss.
         normalizer: trained tokens of the micro-batch over all ranks, above 0.
 
@@ -183,33 +188,28 @@ def _score_centering(
         raise ValueError("score centering needs the sampler's top tokens: pack rows with num_sampler_logprobs > 0")
     valid = batch["top_ids"] >= 0
     top_q = batch["top_logprobs"].to(tokens.logprobs.dtype)
-    per_token = _centered(tokens.logprobs, tokens.log_ratio, top_p, top_q, valid, tokens.advantages, settings)
+    with_tail: bool | Tensor = settings.score_centering_tail == "model"
+    if with_tail and "candidate_offsets" in batch:
+        with_tail = valid.sum(dim=-1) != batch["candidate_offsets"].diff()  # False where H is the whole set
+    coefficient = centering_coefficients(top_p.detach(), top_q, valid, settings.weight, with_tail=with_tail)
+    per_token = _centered(tokens, top_p, valid, coefficient, settings)
     ratio = tokens.log_ratio.detach().exp()
     sampler_mass = torch.where(valid, top_q, -torch.inf).exp().sum(dim=-1)
     return TokenLoss(per_token, settings.in_range(ratio), ratio), sampler_mass
 
 
 def _centered(
-    logp: Tensor,
-    log_ratio: Tensor,
-    top_p: Tensor,
-    top_q: Tensor,
-    valid: Tensor,
-    advantage: Tensor,
-    settings: LossSettings,
+    tokens: TrainedTokens, top_p: Tensor, valid: Tensor, coefficient: Tensor, settings: LossSettings
 ) -> Tensor:
-    weight = settings.weight(log_ratio.detach().exp())
-    coefficient = centering_coefficients(
-        top_p.detach(), top_q, valid, settings.weight, with_tail=settings.score_centering_tail == "model"
-    )
+    weight = settings.weight(tokens.log_ratio.detach().exp())
     # `where`, because a padded entry's log-probability is -inf and 0 * -inf is not 0.
     centre = (coefficient * torch.where(valid, top_p, torch.zeros_like(top_p))).sum(dim=-1)
-    return -advantage * (weight * logp - centre)
+    return -tokens.advantages * (weight * tokens.logprobs - centre)
 
 
 @torch.no_grad()
 def centering_coefficients(
-    top_p: Tensor, top_q: Tensor, valid: Tensor, weight: Callable[[Tensor], Tensor], *, with_tail: bool
+    top_p: Tensor, top_q: Tensor, valid: Tensor, weight: Callable[[Tensor], Tensor], *, with_tail: bool | Tensor
 ) -> Tensor:
     """c_v of the module docstring for every token of the head.
 
@@ -217,17 +217,20 @@ def centering_coefficients(
         top_p, top_q: log-probabilities [N, k] of trainer and sampler.
         valid: bool [N, k], False at padding (its coefficient is 0).
         weight: f(r), elementwise; `LossSettings.weight` in training.
-        with_tail: True for `model`, False for `head`.
+        with_tail: True for `model`, False for `head`; bool [N] to say it for each token.
     """
     p = torch.where(valid, top_p, -torch.inf).exp()
     q = torch.where(valid, top_q, -torch.inf).exp()
     ratio = torch.where(valid, top_p - top_q, torch.zeros_like(top_p)).exp()
     coefficient = q * weight(ratio)
-    if with_tail:
+    if with_tail is not False:
         tail_p = (1 - p.sum(dim=-1, keepdim=True)).clamp_min(TAIL_FLOOR)
         tail_q = (1 - q.sum(dim=-1, keepdim=True)).clamp_min(TAIL_FLOOR)
         rho = tail_q / tail_p
-        coefficient = coefficient - rho * weight(1 / rho) * p
+        alpha = rho * weight(1 / rho)
+        if isinstance(with_tail, Tensor):
+            alpha = torch.where(with_tail[:, None], alpha, torch.zeros_like(alpha))
+        coefficient = coefficient - alpha * p
     return torch.where(valid, coefficient, torch.zeros_like(coefficient))
 
 
