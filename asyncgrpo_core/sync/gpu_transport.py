@@ -8,6 +8,7 @@ of the server that failed is raised at once instead of leaving the broadcast wai
 from __future__ import annotations
 
 import base64
+import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -29,25 +30,42 @@ class ParameterMeta(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
 
 class ParameterSource:
     """vLLM's `WeightSource` over our `Parameters` callable (structural: no vllm import).
 
     Names, dtypes and shapes do not change during a run; they are taken from the first pass.
+
+    Args:
+        parameters: the policy's weights.
+        served_dtype: what the server holds matrices in. Wider ones are rounded before they are sent, as the server
+            would round them: half the bytes of a float32 policy. Vectors travel as they are, because servers keep
+            some of them in float32 (biases of routers, decays of recurrent layers). None sends everything as it is.
     """
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, served_dtype: torch.dtype | None = None) -> None:
         self._parameters = parameters
+        self._served_dtype = served_dtype
         self._metadata: list[ParameterMeta] | None = None
 
     def metadata(self) -> list[ParameterMeta]:
         if self._metadata is None:
-            self._metadata = [ParameterMeta(n, t.dtype, tuple(t.shape)) for n, t in self._parameters()]
+            self._metadata = [ParameterMeta(n, self._sent_as(t), tuple(t.shape)) for n, t in self._parameters()]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._parameters():
-            yield name, tensor.detach()
+            yield name, tensor.detach().to(self._sent_as(tensor))
+
+    def _sent_as(self, tensor: Tensor) -> torch.dtype:
+        served = self._served_dtype
+        if served is None or tensor.ndim < 2 or not tensor.is_floating_point():
+            return tensor.dtype
+        return served if served.itemsize < tensor.dtype.itemsize else tensor.dtype
 
 
 class ControlClient:
@@ -109,6 +127,12 @@ def _json_safe(update_info: Any) -> Any:
     return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode("ascii")}
 
 
+def finish_device_work() -> None:
+    """Return when everything that was asked of the current GPU is done; at once without one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def run_with_deadline(work: Callable[[], T], *, timeout_s: float, client: ControlClient, what: str) -> T:
     """Run `work` in a daemon thread and wait for it, at most `timeout_s`.
 
@@ -164,11 +188,12 @@ class TrainerEngineBackend:
         parameters: Parameters,
         *,
         timeout_s: float = 1800.0,
+        served_dtype: torch.dtype | None = None,
         make_engine: Callable[[ControlClient, ParameterSource, int], Any] | None = None,
     ) -> None:
         self._control = control
         self._client = ControlClient(control)
-        self._source = ParameterSource(parameters)
+        self._source = ParameterSource(parameters, served_dtype)
         self._timeout_s = timeout_s
         self._make_engine = make_engine or self._vllm_engine
         self._engine: Any = None
@@ -190,8 +215,9 @@ class TrainerEngineBackend:
         self._check_channel(self._engine)
 
     def prepare(self, version: int, *, compare: bool) -> Transfer:
-        num_bytes = sum(m.dtype.itemsize * _product(m.shape) for m in self._source.metadata())
-        return Transfer(version, compare, num_bytes=num_bytes)
+        """Wait for the optimizer's kernels: vLLM reads the weights on streams of its own, which wait for nothing."""
+        finish_device_work()
+        return Transfer(version, compare, num_bytes=sum(m.num_bytes for m in self._source.metadata()))
 
     def deliver(self, transfer: Transfer) -> None:
         if self._engine is None:
@@ -234,10 +260,3 @@ def trainer_factory() -> Any:
             "Install vllm 0.32 or newer beside the trainer.",
         ) from error
     return WeightTransferTrainerFactory
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -16,6 +16,8 @@ from asyncgrpo_core.sync.gpu_transport import (
     trainer_factory,
 )
 
+_BUFFER_BYTES = 1 << 30  # vLLM's own default
+
 
 class IpcBackend(TrainerEngineBackend):
     """Weights by CUDA IPC. Args as in `TrainerEngineBackend`, and:
@@ -50,5 +52,15 @@ class IpcBackend(TrainerEngineBackend):
         factory = trainer_factory()
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-        info = IPCTrainerInitInfo(packed=self._packed, rank=0)
+        size = buffer_bytes([meta.num_bytes for meta in source.metadata()])
+        info = IPCTrainerInitInfo(packed=self._packed, packed_buffer_size_bytes=size, rank=0)
         return factory.trainer_init(info, client=client, source=source)
+
+
+def buffer_bytes(tensor_bytes: list[int]) -> int:
+    """Size of the buffer that tensors are packed into: vLLM refuses a tensor that is larger than it.
+
+    All of a small policy, 1 GiB of a large one, and never less than its largest tensor (an embedding of 152k tokens
+    and 4,096 features has 1.2 GB in bf16).
+    """
+    return max(min(sum(tensor_bytes), _BUFFER_BYTES), max(tensor_bytes, default=0), 1)

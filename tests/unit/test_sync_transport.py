@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import pickle
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -16,11 +15,12 @@ import torch
 
 from asyncgrpo_core.errors import ServerError, WeightSyncError
 from asyncgrpo_core.server.control import VLLMControl
-from asyncgrpo_core.sync import nccl
+from asyncgrpo_core.sync import gpu_transport
 from asyncgrpo_core.sync.gpu_transport import ControlClient, ParameterSource
-from asyncgrpo_core.sync.ipc import IpcBackend
+from asyncgrpo_core.sync.ipc import IpcBackend, buffer_bytes
 from asyncgrpo_core.sync.nccl import NcclBackend
-from tests.unit.sync_fakes import FakeServer, Policy
+from asyncgrpo_core.sync.publisher import make_publisher
+from tests.unit.sync_fakes import CANARY, FakeServer, Policy
 
 # What vLLM 0.32 answers on these routes.
 RECORDED = {
@@ -158,72 +158,6 @@ def test_missing_communicator_is_refused() -> None:
         channel.deliver(channel.prepare(1, compare=False))
 
 
-class FakeVLLM:
-    """The parts of vLLM that the nccl backend imports. `library` is what loading NCCL does, `init` the rendezvous."""
-
-    def __init__(self, monkeypatch, *, library=lambda: None, init=None) -> None:
-        self.engines: list[Engine] = []
-        parents = (
-            "vllm",
-            "vllm.distributed",
-            "vllm.distributed.weight_transfer",
-            "vllm.distributed.device_communicators",
-        )
-        for name in parents:
-            monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
-        wrapper = SimpleNamespace(NCCLLibrary=library)
-        monkeypatch.setitem(sys.modules, "vllm.distributed.device_communicators.pynccl_wrapper", wrapper)
-        engine = SimpleNamespace(NCCLTrainerInitInfo=lambda *values, rank: SimpleNamespace(values=values, rank=rank))
-        monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.nccl_engine", engine)
-        monkeypatch.setattr(nccl, "trainer_factory", lambda: SimpleNamespace(trainer_init=init or self._init))
-
-    def _init(self, info, *, client, source) -> Engine:
-        self.engines.append(Engine(client, source, info.values[2]))
-        return self.engines[-1]
-
-
-def test_a_library_that_vllm_cannot_use_is_refused_before_the_server_is_asked(monkeypatch) -> None:
-    """The server would wait in the rendezvous for a trainer whose communicator disabled itself."""
-
-    def too_old():
-        raise AttributeError("libnccl.so.2: undefined symbol: ncclCommSuspend")
-
-    server = FakeServer()
-    FakeVLLM(monkeypatch, library=too_old)
-    channel = NcclBackend(server, Policy().parameters, timeout_s=10.0)
-    with pytest.raises(WeightSyncError, match=r"undefined symbol: ncclCommSuspend.*disable itself.*VLLM_NCCL_SO_PATH"):
-        channel.connect()
-    assert "init_weight_transfer" not in server.names
-
-
-def test_a_server_whose_communicator_disabled_itself_is_refused(monkeypatch) -> None:
-    """It answers at once that its channel is open; the trainer would wait for it until vllm_server_timeout."""
-    released = threading.Event()
-
-    def rendezvous(info, *, client, source):
-        client.init_weight_transfer_engine({})
-        released.wait(30)  # ncclCommInitRank, in which the other side never arrives
-
-    FakeVLLM(monkeypatch, init=rendezvous)
-    monkeypatch.setattr(nccl, "_PEER_S", 0.2)
-    channel = NcclBackend(FakeServer(), Policy().parameters, timeout_s=20.0)
-    started = time.perf_counter()
-    with pytest.raises(WeightSyncError, match=r"did not come to the rendezvous.*VLLM_NCCL_SO_PATH"):
-        channel.connect()
-    assert time.perf_counter() - started < 5
-    released.set()
-
-
-def test_a_rendezvous_that_both_sides_reach_is_no_fault(monkeypatch) -> None:
-    vllm = FakeVLLM(monkeypatch)
-    monkeypatch.setattr(nccl, "_PEER_S", 0.05)
-    channel = NcclBackend(FakeServer(), Policy().parameters, timeout_s=10.0)
-    channel.connect()
-    time.sleep(0.2)
-    channel.deliver(channel.prepare(3, compare=False))
-    assert vllm.engines[0].sent == ["w", "bias"]
-
-
 def test_servers_refusal_beats_a_hanging_broadcast() -> None:
     """A collective cannot time out: the server's error must surface while the broadcast waits for its peer."""
     server = FakeServer(fail={"update_weights"})
@@ -304,3 +238,57 @@ def test_source_gives_the_same_names_each_round_and_no_gradients() -> None:
     for _ in range(2):
         ((name, tensor),) = list(source)
         assert name == "a" and not tensor.requires_grad
+
+
+def test_matrices_travel_in_the_servers_dtype_and_nothing_is_widened() -> None:
+    """A float32 policy for a bf16 server: half the bytes, and the numbers that the server would have made of them."""
+    weights = {
+        "matrix": torch.nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0))),
+        "vector": torch.linspace(0, 1, 6),
+        "narrow": torch.ones(2, 2, dtype=torch.float16),
+        "whole": torch.ones(2, 2, dtype=torch.int64),
+    }
+    source = ParameterSource(lambda: weights.items(), torch.bfloat16)
+    sent = dict(source)
+    assert [m.dtype for m in source.metadata()] == [torch.bfloat16, torch.float32, torch.float16, torch.int64]
+    assert {name: t.dtype for name, t in sent.items()} == {m.name: m.dtype for m in source.metadata()}
+    held = torch.empty(4, 6, dtype=torch.bfloat16).copy_(weights["matrix"])  # what a server does with float32
+    assert torch.equal(sent["matrix"], held) and not sent["matrix"].requires_grad
+    assert torch.equal(sent["vector"], weights["vector"])
+    as_they_are = ParameterSource(lambda: weights.items(), torch.float32)
+    assert all(t is not None and t.dtype == weights[name].dtype for name, t in as_they_are)
+
+
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_the_publisher_tells_the_backend_what_the_server_holds(name) -> None:
+    says = SimpleNamespace(
+        weight_transfer_backend=name, device_type="cuda", dtype="bfloat16", routes=frozenset(), raw={}
+    )
+    policy = Policy()
+    made = make_publisher(
+        control=FakeServer(), capabilities=says, backend=None, parameters=policy.parameters, score=policy.score,
+        canary_ids=CANARY, trainer_device="cuda", same_gpu=name == "ipc",
+    )  # fmt: skip
+    assert made.backend.prepare(0, compare=False).num_bytes == 64 * 2 + 8 * 4
+
+
+@pytest.mark.parametrize("kind", [NcclBackend, IpcBackend])
+def test_the_optimizers_kernels_have_finished_before_the_server_is_asked_for_anything(monkeypatch, kind) -> None:
+    """vLLM packs the weights on streams that do not wait for the optimizer's: half of a step could be sent."""
+    server = FakeServer()
+    done: list[list[str]] = []
+    monkeypatch.setattr(gpu_transport, "finish_device_work", lambda: done.append(list(server.names)))
+    channel, _ = backend(kind, server)
+    channel.connect()
+    before = list(server.names)
+    channel.deliver(channel.prepare(1, compare=False))
+    assert done == [before] and "start_weight_update" not in before
+
+
+@pytest.mark.parametrize(
+    ("tensors", "wanted"),
+    [([10, 20], 30), ([600 << 20, 900 << 20], 1 << 30), ([5, 1244 << 20], 1244 << 20), ([], 1)],
+)
+def test_the_ipc_buffer_holds_the_largest_tensor(tensors, wanted) -> None:
+    """vLLM's own 1 GiB is too small for the embedding of an 8B model."""
+    assert buffer_bytes(tensors) == wanted
