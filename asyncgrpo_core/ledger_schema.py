@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 # States of a slot that is not over, and ways in which a slot can end.
 OPEN_STATES = ("dispatched", "scored", "kept", "requeued", "regenerate")
 END_STATES = ("trained", "dropped", "filtered")
-DROP_REASONS = ("zero_std", "no_reward", "oversize", "stale", "failed")
+DROP_REASONS = ("zero_std", "no_reward", "oversize", "stale", "failed", "non_finite")
 
 
 class SlotRow(NamedTuple):

@@ -26,6 +26,7 @@ STATE_VERSION = 1
 Regeneration = tuple[Slot, int]  # the slot and the generation number that it is to be generated as
 
 _GONE = "missing"  # a sample that was to be kept over a restart and is not there any more
+_FINAL = ("non_finite", "oversize")  # never generated again; a slot without a trained sample gets the first that fits
 _RETRIED = {"stale", _GONE}  # samples that ended like this say nothing about the prompt: try again
 
 
@@ -112,7 +113,11 @@ class SlotBook:
         self._settle(entry)
 
     def sample_dropped(self, sample: TrainingSample, reason: str) -> Regeneration | None:
-        """The trainer gave this sample up: "stale" (too many weight syncs old) or "oversize" (longer than a row).
+        """The trainer gave this sample up.
+
+        Args:
+            reason: "stale" (too many weight syncs old), "oversize" (longer than a row) or "non_finite" (its step had
+                a loss or gradient that is not finite and was skipped).
 
         Returns:
             What to ask the worker to generate again: when every sample of the group ended stale.
@@ -120,8 +125,8 @@ class SlotBook:
         Raises:
             LedgerError: the sample has already ended or was never handed out.
         """
-        if reason not in ("stale", "oversize"):
-            raise ValueError(f"a sample is dropped as 'stale' or 'oversize', got {reason!r}")
+        if reason not in ("stale", *_FINAL):
+            raise ValueError(f"a sample is dropped as 'stale', {' or '.join(map(repr, _FINAL))}, got {reason!r}")
         entry = self._end_sample(sample, reason)
         self._log.sample(sample.slot, sample.generation, sample.sample_id, "dropped", entry, reason=reason)
         self.counters["samples_dropped"] += 1
@@ -298,7 +303,7 @@ class SlotBook:
             return None
         if set(entry.samples.values()) <= _RETRIED:
             return self._again_or_drop(entry, "stale")
-        self._end(entry, "dropped", "oversize")
+        self._end(entry, "dropped", next(reason for reason in _FINAL if reason in entry.samples.values()))
         return None
 
     def _again_or_drop(self, entry: OpenSlot, reason: str) -> Regeneration | None:

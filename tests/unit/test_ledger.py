@@ -18,7 +18,7 @@ from asyncgrpo_core.slots import SlotBook
 from asyncgrpo_core.types import GroupRecord
 from tests.unit.test_slots import outcome, sample, scored, slot
 
-ZERO = {"zero_std": 0, "no_reward": 0, "oversize": 0, "stale": 0, "failed": 0}
+ZERO = {"zero_std": 0, "no_reward": 0, "oversize": 0, "stale": 0, "failed": 0, "non_finite": 0}
 
 
 class Run:

@@ -106,6 +106,27 @@ def test_without_regeneration_stale_and_failed_are_dropped_at_once():
     assert book.epoch_progress() == {0: 2}
 
 
+def test_a_sample_of_a_skipped_step_is_final_and_is_not_generated_again():
+    """Not finite beside stale and oversize: the step's failure is what the slot ended with."""
+    book = SlotBook(10)
+    a, b, c = book.apply(scored(slot(0), "a", "b", "c")).samples
+    assert book.sample_dropped(a, "stale") is None
+    assert book.sample_dropped(b, "oversize") is None
+    assert book.sample_dropped(c, "non_finite") is None
+    assert states(book)[-1] == (0, "dropped", "non_finite")
+    assert book.counters["dropped_non_finite"] == 1 and book.passes() == 0.1
+    with pytest.raises(LedgerError):
+        book.sample_trained(c, 1)
+
+
+def test_a_slot_with_a_trained_sample_ends_as_trained_whatever_a_skipped_step_lost():
+    book = SlotBook(10)
+    a, b = book.apply(scored(slot(0), "a", "b")).samples
+    book.sample_dropped(a, "non_finite")
+    book.sample_trained(b, 3)
+    assert states(book)[-1][:2] == (0, "trained")
+
+
 def test_oversize_is_final_even_beside_stale_samples():
     book = SlotBook(10)
     a, b = book.apply(scored(slot(0), "a", "b")).samples

@@ -56,8 +56,9 @@ class Account:
         group = self.groups.setdefault(uid, {})
         group[sample_id] = how
         if len(group) == GROUP and "trained" not in group.values():
-            if "oversize" in group.values():
-                self.final[key] = "oversize"
+            final = [how for how in ("non_finite", "oversize") if how in group.values()]
+            if final:
+                self.final[key] = final[0]
             else:
                 self.came_to_nothing(key, "stale")
 
@@ -276,16 +277,19 @@ def act(world: World, rng: random.Random, kinds: list[str]) -> None:
         world.drop(rng.randint(1, 9), "stale")
     elif kind == "oversize":
         world.drop(1, "oversize")
+    elif kind == "skip":  # a step that was not finite
+        world.drop(rng.randint(1, 7), "non_finite")
     else:
         getattr(world, kind)()
 
 
 # How often each thing happens, in three kinds of weather.
 WEATHER = {
-    "calm": {"dispatch": 6, "finish": 12, "take": 6, "train": 8, "stale": 1, "oversize": 1, "save": 2, "kill_all": 1},
+    "calm": {"dispatch": 6, "finish": 12, "take": 6, "train": 8, "stale": 1, "oversize": 1, "save": 2, "kill_all": 1}
+    | {"skip": 1},
     "stale": {"dispatch": 4, "finish": 12, "take": 8, "train": 1, "stale": 8, "fail": 3, "save": 2, "kill_all": 1},
     "deadly": {"dispatch": 6, "finish": 10, "take": 4, "train": 6, "stale": 2, "oversize": 1, "save": 3, "kill_all": 3}
-    | {"kill_worker": 2},
+    | {"kill_worker": 2, "skip": 1},
 }
 
 

@@ -28,7 +28,7 @@ FULL = {
     "ledger": {
         "prompts": 100,
         "trained": 80,
-        "dropped": {"zero_std": 10, "no_reward": 1, "oversize": 2, "stale": 3, "failed": 0},
+        "dropped": {"zero_std": 10, "no_reward": 1, "oversize": 2, "stale": 3, "failed": 0, "non_finite": 0},
         "filtered": 5,
         "pending": 4,
         "rolled_back": 7,
