@@ -65,7 +65,11 @@ TEXT_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 VISION_LANGUAGE_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _MROPE),
-    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", {**_MROPE, **_EXPERTS}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {**_MROPE, **_EXPERTS, "norm_topk_prob": True},  # vLLM asks for it, published configs have it
+    ),
 }
 NAMES = [*TEXT_ARCHITECTURES, *VISION_LANGUAGE_ARCHITECTURES]
 

@@ -17,13 +17,17 @@ from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.forward import causal_model
 from asyncgrpo_core.models.support import outside_text_model
 
+# Architectures whose published checkpoints hold fused experts as [experts, inputs, outputs]. transformers turns them
+# round when it loads them and not when it saves; vLLM wants them as published.
+_PUBLISHED_TRANSPOSED = ("qwen3_vl_moe",)
+
 
 def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of everything the server must hold, detached, in the trainer's dtype.
 
-    * Names and layouts are those that `save_pretrained` would write, which are what vLLM loads. They differ from the
-      model's own where transformers converts a checkpoint when it loads it (the experts of a Mixture-of-Experts layer
-      are one tensor in the model and one tensor each in most checkpoints); its own conversion is reversed here.
+    * Names and layouts are those of the published checkpoint, which are what vLLM loads. They differ from the model's
+      own where transformers converts a checkpoint when it loads it (the experts of a Mixture-of-Experts layer are one
+      tensor in the model and one tensor each in most checkpoints); its own conversion is reversed, as when it saves.
     * A tied pair (input and output embedding) is yielded once, under the embedding's name.
     * With PEFT, a layer that carries adapters is yielded merged (reference: "merges the adapter into the base model
       and sends the full merged weights"). The merge happens on a copy of that one layer, so the base weights are
@@ -40,7 +44,7 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     base = causal_model(model)
     sources = list(_sources(base))
     shapes = {name: shape for source in sources for name, shape in source.shapes.items()}
-    saved = revert_weight_conversion(base, dict(shapes))
+    saved = _as_published(base, dict(shapes))
     # Not by name alone: a converted tensor may keep its name.
     kept = {name for name, shape in shapes.items() if saved.get(name) is shape}
     yielded = set()
@@ -53,7 +57,7 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield name, tensor
                 else:
                     converted[name] = tensor
-        for name, tensor in _reverted(base, converted).items():
+        for name, tensor in _as_published(base, converted).items():
             yielded.add(name)
             yield name, tensor
     if yielded != saved.keys():
@@ -64,8 +68,15 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def _reverted(base: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return revert_weight_conversion(base, tensors) if tensors else {}
+def _as_published(base: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names and in the layouts of the checkpoint; a tensor that stays as it is comes back as the object."""
+    if not tensors:
+        return {}
+    saved = revert_weight_conversion(base, tensors)
+    if base.config.model_type not in _PUBLISHED_TRANSPOSED:
+        return saved
+    fused = (".experts.gate_up_proj", ".experts.down_proj")
+    return {n: t.transpose(1, 2).contiguous() if n.endswith(fused) else t for n, t in saved.items()}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import weakref
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import parameters
@@ -77,7 +77,7 @@ def test_wrappers_do_not_change_the_names():
     assert [n for n, _ in iter_server_parameters(wrapped)] == [n for n, _ in iter_server_parameters(model)]
 
 
-@pytest.mark.parametrize("architecture", NAMES)
+@pytest.mark.parametrize("architecture", [name for name in NAMES if name != "qwen3_vl_moe"])
 def test_f138_what_is_sent_is_what_save_pretrained_writes(architecture, tmp_path):
     """Names, shapes and values: a server that loads the checkpoint takes exactly these (towers are not sent, F189)."""
     model = make_architecture(architecture)
@@ -99,6 +99,21 @@ def test_f138_the_experts_of_a_loaded_checkpoint_are_sent_one_by_one(tmp_path):
     for expert, (gate, up) in enumerate(x.chunk(2) for x in fused):
         assert torch.equal(sent[f"model.layers.1.mlp.experts.{expert}.gate_proj.weight"], gate)
         assert torch.equal(sent[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"], up)
+
+
+def test_f138_experts_that_are_published_the_other_way_round_are_sent_so(tmp_path):
+    """Qwen3-VL-MoE: what a published checkpoint holds is what is sent after it was loaded."""
+    make_architecture("qwen3_vl_moe", hidden_size=48).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    published = load_file(file)
+    for name in published:
+        if ".experts." in name:
+            published[name] = published[name].transpose(1, 2).contiguous()
+    save_file(published, file, metadata={"format": "pt"})
+    sent = dict(iter_server_parameters(AutoModelForImageTextToText.from_pretrained(tmp_path)))
+    assert sent["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 48, 64)
+    assert sent.keys() == {name for name in published if not name.startswith("model.visual.")}
+    assert all(torch.equal(sent[name], published[name]) for name in sent)
 
 
 def test_f138_adapters_on_fused_experts_and_router_are_all_merged():

@@ -1,0 +1,73 @@
+"""Every parameter that vLLM's model class has is sent, and none that it does not know, for each architecture (F138).
+
+The model classes are vLLM's own, made in another process (nothing but sync/ may import vllm in this one).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+from asyncgrpo_core.models.parameters import iter_server_parameters
+from tests.tiny_architectures import NAMES, VISION_LANGUAGE_ARCHITECTURES, make_architecture
+from tests.tiny_model import write_tokenizer
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None  # vLLM's vision-language classes import it
+
+
+def write_sent(folder: Path, architecture: str, *, without: str | None = None, unknown: str | None = None) -> None:
+    folder.mkdir()
+    write_tokenizer(folder)
+    model = make_architecture(architecture)
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    sent = {name: tensor.contiguous().clone() for name, tensor in iter_server_parameters(model) if name != without}
+    if unknown is not None:
+        sent[unknown] = sent["model.norm.weight"].clone()
+    save_file(sent, folder / "sent.safetensors")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, dict]:
+    """One process for all of them: importing vllm is most of the time."""
+    root = tmp_path_factory.mktemp("names")
+    # Experts first: vLLM makes the groups of its parallel layers for the first model.
+    names = sorted(NAMES, key=lambda name: "moe" not in name)
+    if not HAS_TORCHVISION:
+        names = [name for name in names if name not in VISION_LANGUAGE_ARCHITECTURES]
+    for name in names:
+        write_sent(root / name, name)
+    write_sent(root / "lacking", "llama", without="model.layers.1.self_attn.k_proj.weight")
+    write_sent(root / "unknown", "llama", unknown="model.layers.1.mlp.experts.down_proj")
+    folders = [str(root / name) for name in [*names, "lacking", "unknown"]]
+    command = [sys.executable, "-m", "tests.integration.vllm_load", str(root / "report.json"), *folders]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((root / "report.json").read_text())
+
+
+@pytest.mark.parametrize("architecture", NAMES)
+def test_f138_the_server_gets_every_parameter_and_knows_each_name(reports, architecture):
+    if architecture in VISION_LANGUAGE_ARCHITECTURES and not HAS_TORCHVISION:
+        pytest.skip("vLLM's vision-language models need torchvision, which is not installed")
+    report = reports[architecture]
+    assert report["error"] is None
+    assert [name for name in report["left"] if not name.startswith("visual.")] == []  # the tower keeps its own (F189)
+    assert report["class"] == type(make_architecture(architecture)).__name__
+
+
+def test_a_parameter_that_is_not_sent_or_not_known_is_seen(reports):
+    assert reports["lacking"]["left"] == ["model.layers.1.self_attn.qkv_proj.weight"]
+    assert "experts" in reports["unknown"]["error"]

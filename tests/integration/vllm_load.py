@@ -1,0 +1,52 @@
+"""Load safetensors files into vLLM's own model classes: `python -m tests.integration.vllm_load REPORT FOLDER...`.
+
+Every FOLDER has a config, a tokenizer and `sent.safetensors`. All parameters of the model are NaN before the file is
+loaded, so what is NaN afterwards was not sent. REPORT gets, by folder name, {"class", "left", "error"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from vllm.config import set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+
+
+@torch.no_grad()
+def load(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = {"class": None, "left": None, "error": None}
+    options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "enforce_eager": True, "max_model_len": 128}
+    config = EngineArgs(model=str(folder), **options).create_engine_config()
+    with set_current_vllm_config(config):
+        if not model_parallel_is_initialized():
+            rendezvous = f"file://{tempfile.mkdtemp()}/rendezvous"
+            init_distributed_environment(
+                world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=rendezvous
+            )
+            initialize_model_parallel(1, 1)
+        model = initialize_model(config)
+        report["class"] = type(model).__name__
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+        try:
+            model.load_weights(iter(load_file(folder / "sent.safetensors").items()))
+        except Exception as error:
+            report["error"] = f"{type(error).__name__}: {error}"
+        report["left"] = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
+    return report
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    found = {folder: load(Path(folder)) for folder in sys.argv[2:]}
+    Path(sys.argv[1]).write_text(json.dumps({Path(folder).name: report for folder, report in found.items()}))
