@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import Trainer
 
+from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.training import sharded_checkpoint as sharded
 from asyncgrpo_core.training.distributed import Ranks
 
@@ -20,6 +23,32 @@ class RankedTrainer(Trainer):
 
     ranks: Ranks
     _stop_reason: str | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers, with FSDP2 also on CPUs, and checkpoints in shards unless the config says otherwise.
+
+        Raises:
+            ConfigError: FSDP1 was asked for.
+        """
+        plugin_args = self.args.fsdp_plugin_args
+        says_how = "state_dict_type" in (self.args.fsdp_config or {}) or self.args.save_only_model
+        if plugin_args is not None and not says_how:
+            plugin_args["state_dict_type"] = "SHARDED_STATE_DICT"
+        super().create_accelerator_and_postprocess()
+        state = self.accelerator.state
+        if plugin_args is not None and state.distributed_type == DistributedType.MULTI_CPU:
+            # accelerate would ignore the plugin there, without a word, and use DDP
+            AcceleratorState._shared_state |= {
+                "distributed_type": DistributedType.FSDP,
+                "fsdp_plugin": FullyShardedDataParallelPlugin(**plugin_args),
+            }
+            self.is_fsdp_enabled = True
+        if self.is_fsdp_enabled and state.fsdp_plugin.fsdp_version != 2:
+            raise ConfigError("FSDP1 is not supported.", "Use FSDP2: fsdp_config={'version': 2}, the default.")
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
 
     # -- decisions -------------------------------------------------------------------------------------------------
 
@@ -61,7 +90,7 @@ class RankedTrainer(Trainer):
 
         Of the checkpoints of a sharded run only the last one holds the whole model beside the shards.
         """
-        if not self.is_fsdp_enabled:
+        if not self._saves_shards:
             super().save_model(output_dir, _internal_call)
             return
         folder = output_dir or self.args.output_dir

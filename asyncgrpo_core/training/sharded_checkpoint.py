@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -116,7 +117,7 @@ def _read_shards(folder: Path, state: dict[str, Any]) -> None:
     """Fill `state` in place from a folder that any number of ranks wrote; needs no process group."""
     try:
         dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise CheckpointError(
             f"The shards in {folder} do not fit this run: {' '.join(str(error).split())[:500]}.",
             "Resume with the model and adapters that the checkpoint was made with.",

@@ -1,0 +1,174 @@
+"""What the ranks do in test_training_ranks.py: `python -m tests.ranks.rank_jobs JOB ...` under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from asyncgrpo_core.errors import ServerError, WeightSyncError
+from tests.ranks.rank_parts import Watch, make_trainer, parameters_of
+
+
+def train(kind: str, model: Path, out: Path, *, name: str | None = None, resume: Path | None = None, **settings: Any):
+    """One run; every rank leaves what it saw in OUT/<name>-<rank>.pt."""
+    AcceleratorState._reset_state()  # it keeps how the run before was sharded
+    name = name or kind
+    watch = Watch()
+    more = {"fsdp": True} if kind == "fsdp" else {}
+    trainer = make_trainer(model, out / name, callbacks=[watch], **more, **settings)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    fake: Any = trainer.pipeline
+    found = {
+        "history": trainer.state.log_history,
+        "gradients": watch.gradients,
+        "parameters": parameters_of(trainer),
+        "sharded": any(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
+        "class": type(trainer.model_wrapped).__name__,
+        "sent": fake.sent,
+        "scores": fake.scores,
+        "finished": fake.finished,
+        "stopped": fake.stopped,
+    }
+    torch.save(found, out / f"{name}-{trainer.args.process_index}.pt")
+    return trainer
+
+
+def parity(model: str, out: str, plain_checkpoint: str) -> None:
+    """The same steps under DDP and FSDP2 (which saves), and FSDP2 going on from a checkpoint of one rank."""
+    train("ddp", Path(model), Path(out), loss_normalization="constant")
+    trainer = train("fsdp", Path(model), Path(out), save_strategy="steps", save_steps=2)
+    trainer.save_model(str(Path(out) / "whole"))
+    train("fsdp", Path(model), Path(out), name="resumed", resume=Path(plain_checkpoint))
+
+
+def adapter(model: str, out: str, plain_checkpoint: str | None = None) -> None:
+    """A LoRA adapter: on one rank without a checkpoint to go on from, else under FSDP2, and on from that one."""
+    more = {"peft_config": LoraConfig(r=4, target_modules="all-linear"), "save_strategy": "steps", "save_steps": 2}
+    kind = "one" if plain_checkpoint is None else "fsdp"
+    torch.manual_seed(5)
+    train(kind, Path(model), Path(out), name=f"adapter-{kind}", **more)
+    if plain_checkpoint is not None:
+        train(kind, Path(model), Path(out), name="adapter-resumed", resume=Path(plain_checkpoint), **more)
+
+
+class OnRankZero(TrainerCallback):
+    """Asks for a checkpoint at the first log, and for the end at the second: on rank 0 alone, where metrics are."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if args.process_index == 0 and "loss" in (logs or {}):
+            control.should_save = state.global_step == 1
+            control.should_training_stop = state.global_step == 2
+
+
+class SignalOnOne(TrainerCallback):
+    """What a signal does, on rank 1 alone, in the first step."""
+
+    trainer: Any = None
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if args.process_index == 1 and state.global_step == 0:
+            self.trainer.request_stop("SIGTERM")
+
+
+def agree(model: str, out: str) -> None:
+    """Decisions that are made on one rank: where every rank ended, and what it thinks of it."""
+    folder, found = Path(out), {}
+    AcceleratorState._reset_state()
+    one = make_trainer(Path(model), folder / "callback", callbacks=[OnRankZero()])
+    one.train()
+    found["callback"] = [one.state.global_step, one.stop_reason]
+    AcceleratorState._reset_state()
+    signal = SignalOnOne()
+    two = make_trainer(Path(model), folder / "signal", callbacks=[signal])
+    signal.trainer = two
+    two.train()
+    found["signal"] = [two.state.global_step, two.stop_reason]
+    (folder / f"agreed-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+class CannotBePickled(Exception):
+    def __init__(self) -> None:
+        super().__init__("of user code")
+        self.held = lambda: None
+
+
+def fail(model: str, out: str) -> None:
+    """Errors on rank 0, one run after the other: what each rank caught, and how soon."""
+
+    def away(number: int) -> None:
+        if number == 1:
+            raise ServerError("The server is away.", "Start it.")
+
+    def broken_sync(number: int, link: Any) -> None:
+        if number == 1:
+            assert len(list(islice(link.parameters(), 3))) == 3  # abandoned half-way through the gathers
+            raise WeightSyncError("The server refused tensor 3.")
+
+    def user_code(number: int) -> None:
+        if number == 1:
+            raise CannotBePickled
+
+    found = {}
+    for name, more in {
+        "plan": {"on_plan": away},
+        "sync": {"on_sync": broken_sync},
+        "pickle": {"on_plan": user_code},
+    }.items():
+        AcceleratorState._reset_state()
+        trainer = make_trainer(Path(model), Path(out) / name, fsdp=True)
+        vars(trainer.pipeline).update(more)
+        started = time.monotonic()
+        try:
+            trainer.train()
+        except Exception as error:
+            found[name] = [type(error).__name__, str(error), time.monotonic() - started, trainer.pipeline.stopped]
+    (Path(out) / f"failed-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def lose(model: str, out: str) -> None:
+    """Rank 1 fails while rank 0 waits for samples."""
+    AcceleratorState._reset_state()
+    trainer: Any = make_trainer(Path(model), Path(out) / "lose")
+    if trainer.args.process_index == 1:
+
+        def broken(*_args):
+            raise ZeroDivisionError("a bug of rank 1")
+
+        trainer.pipeline.link = None
+        trainer.get_batch_samples = broken
+    else:
+
+        def wait(number: int) -> None:
+            while True:  # as SampleSource does
+                trainer._should_stop()
+                time.sleep(0.01)
+
+        trainer.pipeline.on_plan = wait
+    try:
+        trainer.train()
+    except Exception as error:
+        (Path(out) / f"lost-{os.environ['RANK']}.json").write_text(json.dumps([type(error).__name__, str(error)]))
+
+
+def everything(model: str, out: str, plain_checkpoint: str) -> None:
+    """All of it in one start: importing torch and transformers takes longer than the runs."""
+    parity(model, out, plain_checkpoint)
+    adapter(model, out, str(Path(out) / "adapter-one" / "checkpoint-2"))
+    agree(model, out)
+    fail(model, out)
+    lose(model, out)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    torch.distributed.destroy_process_group()
