@@ -1,117 +1,107 @@
-"""Causal attention inside the segments of a packed row, registered with transformers as `asyncgrpo_packed`.
+"""Attention of packed rows, registered with transformers as `asyncgrpo_packed`.
 
-A row is one sequence of T tokens to everything in the model but attention. `AttentionPlan` says which tokens may see
-which: segment s is `[cu_seqlens[s], cu_seqlens[s + 1])` and sees itself, causally. It is built once per forward and
-reaches every layer as the keyword argument `packed_attention`. Back ends (`choose_backend`):
-
-    varlen   torch's variable-length FlashAttention: CUDA, 16-bit
-    padded   any device and dtype: segments of similar length become right-padded batches for SDPA. Padding comes
-             after a segment's tokens, so the causal mask alone hides it and every segment's result is exact.
+A row is one sequence of T tokens to everything in the model but attention. A `RowPlan` says which tokens see which; it
+is built once per forward and reaches every layer as the keyword argument `packed_attention`. How it is computed is one
+of `attention_backends/`; `choose_backend` is the one place that decides.
 
 Without `packed_attention` (generation, an ordinary forward) the function is transformers' own SDPA, mask included.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from dataclasses import dataclass, field
-from typing import Any, cast
+import logging
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models.attention_backends import AttentionCall, flex, hub, sdpa, varlen
+from asyncgrpo_core.models.attention_backends.hub import HubUnavailable, load_kernel
+from asyncgrpo_core.models.row_plan import RowPlan
+from asyncgrpo_core.models.support import DeviceTraits, current_device_traits, hub_attention_kernel
+
+logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "asyncgrpo_packed"
-
-# A bucket takes segments of at least this share of its longest one, or this few tokens shorter: padding costs
-# arithmetic, a bucket more costs kernel calls.
-_MIN_LENGTH_SHARE = 0.75
-_MIN_LENGTH_SLACK = 8
+BACKENDS = ("auto", "hub", "varlen", "flex", "sdpa")
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """B segments padded to L tokens. `index` [B * L] are positions in the row (padding repeats position 0)."""
+class Choice:
+    """An attention back end, and the sentence that says why."""
 
-    num_segments: int
-    length: int
-    index: Tensor
-
-
-@dataclass
-class AttentionPlan:
-    """Who sees whom in a row, for all layers of one forward. Offsets are counted in tokens of the row."""
-
-    cu_seqlens: Tensor  # int32 [S + 1], on the model's device
-    lengths: list[int]  # of the S segments
-    _padded: tuple[list[Bucket], Tensor] | None = field(default=None, repr=False)
-
-    @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor) -> AttentionPlan:
-        """One device-to-host copy on a GPU.
-
-        Raises:
-            ValueError: offsets that do not start at 0 or do not grow.
-        """
-        offsets = cu_seqlens.tolist()
-        lengths = [b - a for a, b in itertools.pairwise(offsets)]
-        if not lengths or offsets[0] != 0 or min(lengths) < 1:
-            raise ValueError(f"cu_seqlens must start at 0 and grow strictly, got {offsets[:8]}")
-        return cls(cu_seqlens.to(torch.int32), lengths)
-
-    @property
-    def max_length(self) -> int:
-        return max(self.lengths)
-
-    def padded(self) -> tuple[list[Bucket], Tensor]:
-        """The buckets, and for every token of the row its index in their flattened concatenation."""
-        if self._padded is None:
-            self._padded = self._build_padded()
-        return self._padded
-
-    def _build_padded(self) -> tuple[list[Bucket], Tensor]:
-        starts = self.cu_seqlens[:-1].tolist()
-        restore = torch.empty(sum(self.lengths), dtype=torch.int64)
-        buckets, offset = [], 0
-        for members in _group_by_length(self.lengths):
-            longest = self.lengths[members[0]]
-            first = torch.tensor([starts[s] for s in members])[:, None]
-            size = torch.tensor([self.lengths[s] for s in members])[:, None]
-            column = torch.arange(longest)[None]
-            real = column < size
-            index = torch.where(real, first + column, 0)
-            restore[index[real]] = offset + torch.arange(index.numel()).view_as(index)[real]
-            buckets.append(Bucket(len(members), longest, index.flatten().to(self.cu_seqlens.device)))
-            offset += index.numel()
-        return buckets, restore.to(self.cu_seqlens.device)
+    backend: str
+    reason: str
 
 
-def _group_by_length(lengths: list[int]) -> list[list[int]]:
-    """Segment numbers in groups of similar length, the longest of each group first."""
-    groups: list[list[int]] = []
-    longest = 0
-    for s in sorted(range(len(lengths)), key=lambda s: lengths[s], reverse=True):
-        n = lengths[s]
-        if groups and (n >= _MIN_LENGTH_SHARE * longest or n >= longest - _MIN_LENGTH_SLACK):
-            groups[-1].append(s)
-        else:
-            groups.append([s])
-            longest = n
-    return groups
+def choose_backend(
+    requested: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    softcap: float | None,
+    traits: DeviceTraits | None,
+    head_dim: int | None = None,
+) -> Choice:
+    """Which back end computes attention (reference, 'Compatibility and constraints', for the kernels of the hub).
+
+    Args:
+        requested: "auto" or a name of `BACKENDS`.
+        device, dtype: where and in what the layers compute (autocast's dtype when it is on).
+        softcap: the model's cap on attention scores.
+        traits: of the GPU; None on a CPU.
+        head_dim: of the attention heads; flash kernels take at most 256.
+
+    Raises:
+        ConfigError: a requested back end that this device, dtype or model cannot use.
+    """
+    on_gpu, sixteen_bit = device.type == "cuda", dtype in (torch.bfloat16, torch.float16)
+    flash = on_gpu and sixteen_bit and (head_dim is None or head_dim <= 256)
+    if requested != "auto":
+        return _requested(requested, on_gpu=on_gpu, flash=flash, softcap=softcap, traits=traits)
+    if not on_gpu:
+        return Choice("sdpa", f"the device is {device.type}")
+    if not flash:
+        why = f"{str(dtype).removeprefix('torch.')} on a GPU" if not sixteen_bit else f"heads of {head_dim}"
+        return Choice("flex", f"{why}: flash kernels take 16-bit heads of at most 256")
+    assert traits is not None
+    try:
+        load_kernel(hub_attention_kernel(traits))
+        return Choice("hub", f"{hub_attention_kernel(traits)} fits {traits.name}")
+    except HubUnavailable as error:
+        local = "varlen" if softcap is None else "flex"
+        logger.warning("attention_backend='auto' uses %r: the hub's kernel is not to be had (%s)", local, error)
+        return Choice(local, "the kernel hub could not serve this machine")
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype, *, softcap: float | None) -> str:
-    """The one place that decides: "varlen" or "padded" (module docstring)."""
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and softcap is None:
-        return "varlen"
-    return "padded"
+def _requested(name: str, *, on_gpu: bool, flash: bool, softcap: float | None, traits: DeviceTraits | None) -> Choice:
+    if name not in BACKENDS:
+        raise ConfigError(f"attention_backend={name!r} is unknown.", f"Use one of {', '.join(map(repr, BACKENDS))}.")
+    if name in ("hub", "varlen") and not flash:
+        raise ConfigError(
+            f"attention_backend={name!r} needs a GPU and a 16-bit model with heads of at most 256.",
+            'Use "auto", or "sdpa".',
+        )
+    if name == "flex" and not on_gpu:
+        raise ConfigError("attention_backend='flex' is compiled for GPUs.", 'Use "auto", or "sdpa".')
+    if name == "varlen" and softcap is not None:
+        raise ConfigError(
+            f"attention_backend='varlen' cannot cap attention scores (the model's cap is {softcap}).", 'Use "flex".'
+        )
+    if name == "hub":
+        assert traits is not None
+        try:
+            load_kernel(hub_attention_kernel(traits))
+        except HubUnavailable as error:
+            raise ConfigError(
+                f"attention_backend='hub' cannot be used: {error}.", 'Use "auto", which falls back, or "varlen".'
+            ) from error
+    return Choice(name, "it was asked for")
 
 
 def packed_attention_forward(
@@ -124,7 +114,7 @@ def packed_attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    packed_attention: AttentionPlan | None = None,
+    packed_attention: RowPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
@@ -134,101 +124,52 @@ def packed_attention_forward(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed_attention is None:
-        if softcap is None:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)
-        visible = (
-            _causal(query.shape[2], key.shape[2], None, query.device) if attention_mask is None else attention_mask
-        )
-        return _capped(query, key, value, scale, dropout, visible, softcap).transpose(1, 2), None
+        return _ordinary(module, query, key, value, attention_mask, scale, dropout, softcap, kwargs)
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"{type(module).__name__} passes {name!r} to its attention, which packed rows do not support.",
                 "Train a model of another architecture.",
             )
-    if choose_backend(query.device, query.dtype, softcap=softcap) == "varlen":
-        out = _varlen(query, key, value, packed_attention, scale, sliding_window)
-    else:
-        out = _padded(query, key, value, packed_attention, scale, dropout, sliding_window, softcap)
-    return out[None], None
+    dtype = compute_dtype(query.dtype, query.device)  # norms and rotary embeddings leave float32 behind under autocast
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    call = AttentionCall(packed_attention, scale, sliding_window, softcap, dropout)
+    return _BACKENDS[packed_attention.backend](query, key, value, call)[None], None
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
-) -> Tensor:
-    # A window of w tokens counts the query itself, varlen_attn counts the tokens to its left.
-    left = -1 if sliding_window is None or sliding_window >= plan.max_length else sliding_window - 1
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu, longest = plan.cu_seqlens, plan.max_length
-    extra: dict[str, Any] = {"enable_gqa": True} if _VARLEN_TAKES_GQA_FLAG and q.shape[1] != k.shape[1] else {}
-    return cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **extra))
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Autocast's dtype where it is on for the device, else `dtype`."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
-# torch 2.11 handles grouped heads without being told, later versions want to be told.
-_VARLEN_TAKES_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+def _hub(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    traits = current_device_traits()
+    assert traits is not None
+    return hub.attend(query, key, value, call, repository=hub_attention_kernel(traits))
 
 
-def _padded(
+_BACKENDS = {"sdpa": sdpa.attend, "varlen": varlen.attend, "flex": flex.attend, "hub": _hub}
+
+
+def _ordinary(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    plan: AttentionPlan,
+    attention_mask: Tensor | None,
     scale: float,
     dropout: float,
-    sliding_window: int | None,
     softcap: float | None,
-) -> Tensor:
-    """Attention bucket by bucket; returns [T, H, D]."""
-    buckets, restore = plan.padded()
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    outputs = []
-    for bucket in buckets:
-        bq, bk, bv = (_gather(x, bucket) for x in (q, k, v))
-        window = sliding_window if sliding_window is not None and sliding_window < bucket.length else None
-        out = _attend(bq, bk, bv, scale, dropout, window, softcap)
-        outputs.append(out.transpose(1, 2).reshape(-1, *out.shape[1::2]))
-    return torch.cat(outputs).index_select(0, restore)
-
-
-def _gather(x: Tensor, bucket: Bucket) -> Tensor:
-    """[T, H, D] -> [B, H, L, D]."""
-    rows = x.index_select(0, bucket.index)
-    return rows.view(bucket.num_segments, bucket.length, *x.shape[1:]).transpose(1, 2)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, window: int | None, softcap: float | None
-) -> Tensor:
-    """Causal attention of a padded batch [B, H, L, D]; a mask is built only for a window or a soft cap."""
-    gqa = q.shape[1] != k.shape[1]
-    if window is None and softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
-    visible = _causal(q.shape[2], k.shape[2], window, q.device)
-    if softcap is not None:
-        return _capped(q, k, v, scale, dropout, visible, softcap)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale, enable_gqa=gqa)
-
-
-def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout: float, visible: Tensor, softcap: float) -> Tensor:
-    """Attention with soft-capped scores (Gemma 2), which no fused kernel used here computes."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = torch.tanh((q @ k.transpose(2, 3)) * (scale / softcap)) * softcap
-    acc = torch.promote_types(q.dtype, torch.float32)
-    # The lowest number and not -inf: a padding query sees nothing, and its row must stay finite.
-    weights = scores.masked_fill(~visible, torch.finfo(q.dtype).min).softmax(dim=-1, dtype=acc)
-    return F.dropout(weights.to(q.dtype), dropout) @ v
-
-
-def _causal(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [Q, K], True where a query sees a key; the last query is at the last key.
-
-    A window of w tokens shows a query itself and the w - 1 tokens before it.
-    """
-    query = torch.arange(num_keys - num_queries, num_keys, device=device)
-    distance = query[:, None] - torch.arange(num_keys, device=device)[None]
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    if softcap is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scale, **kwargs)
+    if attention_mask is None:
+        num_queries, num_keys = query.shape[2], key.shape[2]
+        last = torch.arange(num_keys - num_queries, num_keys, device=query.device)
+        attention_mask = last[:, None] >= torch.arange(num_keys, device=query.device)[None]
+    out = sdpa.capped(query, key, value, attention_mask, scale=scale, softcap=softcap, dropout=dropout)
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

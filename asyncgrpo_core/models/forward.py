@@ -8,24 +8,33 @@ The parameters, their names, `state_dict` and `save_pretrained` stay as they wer
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.models.attention import PACKED_ATTENTION, AttentionPlan
+from asyncgrpo_core.models import deltanet
+from asyncgrpo_core.models.attention import PACKED_ATTENTION, choose_backend, compute_dtype
 from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
+from asyncgrpo_core.models.moe import router_loss
+from asyncgrpo_core.models.row_plan import RowPlan
+from asyncgrpo_core.models.support import current_device_traits
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyOutput(NamedTuple):
     """The trainer's view of N trained tokens, float32 (float64 for a float64 model)."""
 
-    logprobs: Tensor  # [N], of the sampled token, over the full vocabulary at the sampling temperature
-    entropy: Tensor  # [N], of that distribution; no gradient
+    logprobs: Tensor  # [N], of the sampled token at the sampling temperature, over its candidate set where it has one
+    entropy: Tensor  # [N], of the distribution over the full vocabulary; no gradient
     top_logprobs: Tensor | None  # [N, k], of the row's top_ids, -inf at padding; None when k = 0
+    aux_loss: Tensor | None = None  # scalar with gradient, unscaled: the row's load-balancing loss (moe.py)
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -42,11 +51,13 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
             return inner
 
 
-def install_packed_forward(model: nn.Module) -> nn.Module:
+def install_packed_forward(model: nn.Module, attention_backend: str = "auto") -> nn.Module:
     """Make `model(**row, temperature=t)` return a `PolicyOutput` (module docstring). Idempotent.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one. Call it before DDP or FSDP wrap it.
+        attention_backend: "auto" or a name of `attention.BACKENDS`; resolved and logged at the first packed forward,
+            when device and dtype are known.
 
     Returns:
         The same object.
@@ -57,13 +68,15 @@ def install_packed_forward(model: nn.Module) -> nn.Module:
     """
     base = causal_model(model)
     _output_head(base)
-    _decoder(base)
+    deltanet.install(_decoder(base), base.config.get_text_config())
     base.set_attn_implementation(PACKED_ATTENTION)
     if base.config.get_text_config()._attn_implementation != PACKED_ATTENTION:
         raise ConfigError(
             f"{type(base).__name__} does not let its attention be switched, so it cannot be trained on packed rows.",
             "Use a model whose code follows transformers' AttentionInterface.",
         )
+    base.__dict__["_attention_backend"] = attention_backend
+    base.__dict__["_attention_choices"] = {}
     if "_unpacked_forward" not in base.__dict__:
         base.__dict__["_unpacked_forward"] = base.forward
         base.forward = types.MethodType(_dispatch(type(base).forward), base)
@@ -87,23 +100,28 @@ def _packed_forward(
     *,
     input_ids: Tensor,
     position_ids: Tensor,
-    cu_seqlens: Tensor,
+    cu_segments: Tensor,
     target_positions: Tensor,
     target_ids: Tensor,
     temperature: float,
+    parents: Tensor | None = None,
     top_ids: Tensor | None = None,
+    candidate_ids: Tensor | None = None,
+    candidate_offsets: Tensor | None = None,
     **_rest: Any,  # what only the loss reads, and the defaults that PEFT's forward adds
 ) -> PolicyOutput:
-    plan = AttentionPlan.from_cu_seqlens(cu_seqlens)
-    hidden = _decoder(model)(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        # A four-dimensional mask is "already prepared" to transformers: without it, it would find the packed
-        # sequences again and build a [T, T] mask that the packed attention does not read.
-        attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
-        use_cache=False,
-        packed_attention=plan,
-    ).last_hidden_state
+    plan = RowPlan.from_segments(cu_segments, parents, _backend(model, input_ids.device))
+    with router_loss(model) as aux_loss_of_row:
+        hidden = _decoder(model)(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            # A four-dimensional mask is "already prepared" to transformers: without it, it would find the packed
+            # sequences again and build a [T, T] mask that the packed attention does not read.
+            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
+            use_cache=False,
+            packed_attention=plan,
+        ).last_hidden_state
+        aux_loss = aux_loss_of_row()
     head = _output_head(model)
     if top_ids is None:
         top_ids = target_ids.new_empty((len(target_ids), 0))
@@ -114,8 +132,34 @@ def _packed_forward(
         top_ids,
         LogitTransform.from_config(model.config.get_text_config(), temperature),
         bias=head.bias,
+        candidates=None if candidate_ids is None or candidate_offsets is None else (candidate_ids, candidate_offsets),
     )
-    return PolicyOutput(logprobs, entropy, top if top_ids.shape[1] else None)
+    return PolicyOutput(logprobs, entropy, top if top_ids.shape[1] else None, aux_loss)
+
+
+def _backend(model: PreTrainedModel, device: torch.device) -> str:
+    """The attention back end for this device and compute dtype; decided and logged once for each.
+
+    Raises:
+        ConfigError: the one asked for does not fit them.
+    """
+    dtype = compute_dtype(next(model.parameters()).dtype, device)
+    choices: dict[Any, str] = model.__dict__["_attention_choices"]
+    if (device.type, dtype) not in choices:
+        text = model.config.get_text_config()
+        heads = getattr(text, "num_attention_heads", None)
+        head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+        choice = choose_backend(
+            model.__dict__["_attention_backend"],
+            device=device,
+            dtype=dtype,
+            softcap=getattr(text, "attn_logit_softcapping", None),
+            traits=current_device_traits() if device.type == "cuda" else None,
+            head_dim=head_dim,
+        )
+        logger.info("Attention of packed rows: %s (%s).", choice.backend, choice.reason)
+        choices[device.type, dtype] = choice.backend
+    return choices[device.type, dtype]
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
@@ -130,7 +174,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 def _output_head(model: PreTrainedModel) -> nn.Linear:
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear and type(head).__bases__ != (FSDPModule, nn.Linear):  # FSDP2 derives from it
         raise ConfigError(
             f"The head of {type(model).__name__} is {type(head).__name__}, not a plain linear layer.",
             "An adapter on lm_head is not supported: leave it out of target_modules and modules_to_save.",
@@ -158,7 +202,7 @@ def score_tokens(model: nn.Module, token_ids: list[int], temperature: float = 1.
         out: PolicyOutput = model(
             input_ids=ids[None],
             position_ids=torch.arange(n, device=device)[None],
-            cu_seqlens=torch.tensor([0, n], dtype=torch.int32, device=device),
+            cu_segments=torch.tensor([0, n], dtype=torch.int32, device=device),
             target_positions=torch.arange(n - 1, device=device),
             target_ids=ids[1:],
             temperature=temperature,

@@ -1,27 +1,30 @@
-"""Samples of one rank -> the tensors of one row ("padding-free": concatenated, no padding token).
+"""Samples of one rank -> the tensors of one row: a prefix trie, depth first, no padding token.
 
-On two samples, prompt p and completions a and b:
+On two samples with prompt p and completions a and b (trie.py says why p3 is there twice):
 
-    index           0  1  2  3  4 | 5  6  7
-    input_ids       p1 p2 p3 a1 a2| p1 p2 b1
-    position_ids    0  1  2  3  4 | 0  1  2
-    cu_seqlens      0               5        8      segment s is [cu_seqlens[s], cu_seqlens[s + 1])
-    target_positions      2  3         6            the index whose hidden state predicts the trained token
-    target_ids            a1 a2        b1
+    index             0  1 | 2  3  4 | 5  6  7
+    input_ids         p1 p2| p3 a1 a2| p3 b1 b2
+    position_ids      0  1 | 2  3  4 | 2  3  4
+    cu_segments       0      2         5         8    segment s is [cu_segments[s], cu_segments[s + 1])
+    parents           -1     0         0              it continues segment parents[s]
+    target_positions         2  3      5  6           the index whose hidden state predicts the trained token
+    target_ids               a1 a2     b1 b2
 
-Everything per trained token is one flat tensor of N entries in row order, so that neither the language-model head
-nor the loss ever visits an untrained position.
+Everything per trained token is one flat tensor of N entries, in sample order, so that neither the language-model head
+nor the loss ever visits an untrained position. Samples that share nothing give one segment each: ordinary packing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
 
 from asyncgrpo_core.errors import DataError
+from asyncgrpo_core.packing.candidates import row_candidates
+from asyncgrpo_core.packing.trie_layout import tree_layout
 from asyncgrpo_core.types import TopLogprobs, TrainingSample
 
 
@@ -29,8 +32,9 @@ class PackedRow(TypedDict):
     """One row. T forwarded tokens, S samples, N trained tokens, k top tokens of the sampler per position."""
 
     input_ids: torch.Tensor  # int64 [1, T]
-    position_ids: torch.Tensor  # int64 [1, T], counted inside each sample
-    cu_seqlens: torch.Tensor  # int32 [S + 1]
+    position_ids: torch.Tensor  # int64 [1, T], the token's index in each of its samples
+    cu_segments: torch.Tensor  # int32 [G + 1], G segments
+    parents: torch.Tensor  # int64 [G], -1 for a root; a parent comes before its children
     target_positions: torch.Tensor  # int64 [N], index into T
     target_ids: torch.Tensor  # int64 [N]
     sampler_logprobs: torch.Tensor  # float32 [N]
@@ -38,6 +42,8 @@ class PackedRow(TypedDict):
     sample_index: torch.Tensor  # int64 [N], 0 .. S - 1
     top_ids: torch.Tensor  # int64 [N, k], -1 where the sampler reported fewer
     top_logprobs: torch.Tensor  # float32 [N, k], -inf there
+    candidate_ids: NotRequired[torch.Tensor]  # int64 [C]; both only where top-k, top-p or min-p restricts sampling:
+    candidate_offsets: NotRequired[torch.Tensor]  # int64 [N + 1], the set of each loss term (candidates.py)
 
 
 # Token of a row without samples. Any id of any vocabulary would do: nothing is trained on it.
@@ -54,36 +60,36 @@ def pack_row(samples: Sequence[TrainingSample], num_sampler_logprobs: int) -> Pa
 
     Raises:
         DataError: a sample's arrays disagree in length, its first token is trained (nothing predicts it), it lacks
-            the sampler's top log-probabilities although k > 0, or it carries candidate sets (top-k/top-p sampling).
+            the sampler's top log-probabilities although k > 0, or its candidate sets cannot be (`row_candidates`).
     """
     for sample in samples:
         _check_sample(sample, num_sampler_logprobs)
-    lengths = [sample.sequence.num_tokens for sample in samples] or [1]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    tree = tree_layout(samples)
     trained = [np.flatnonzero(sample.sequence.loss_mask) for sample in samples]
-    targets = _join([t + start for t, start in zip(trained, starts[:-1], strict=False)], np.int64)
     counts = [len(t) for t in trained]
-    token_ids = _join([sample.sequence.token_ids for sample in samples], np.int64)
-    if not samples:
-        token_ids = np.array([_FILLER_ID], dtype=np.int64)
     tops = [
         _top_arrays(sample.sequence.top, n, num_sampler_logprobs) for sample, n in zip(samples, counts, strict=True)
     ]
     logprobs = [sample.sequence.sampler_logprobs[t] for sample, t in zip(samples, trained, strict=True)]
-    positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
     k = num_sampler_logprobs
-    return PackedRow(
-        input_ids=torch.from_numpy(token_ids)[None],
-        position_ids=torch.from_numpy(positions)[None],
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        target_positions=torch.from_numpy(targets - 1),
-        target_ids=torch.from_numpy(token_ids[targets]),
+    empty = not len(samples)
+    row = PackedRow(
+        input_ids=torch.from_numpy(np.array([_FILLER_ID]) if empty else tree.input_ids)[None],
+        position_ids=torch.from_numpy(np.array([0]) if empty else tree.position_ids)[None],
+        cu_segments=torch.from_numpy(np.array([0, 1]) if empty else tree.cu_segments).to(torch.int32),
+        parents=torch.from_numpy(np.array([-1]) if empty else tree.parents),
+        target_positions=torch.from_numpy(tree.target_positions),
+        target_ids=torch.from_numpy(tree.target_ids),
         sampler_logprobs=torch.from_numpy(_join(logprobs, np.float32)),
         advantages=torch.from_numpy(np.repeat([s.advantage for s in samples], counts).astype(np.float32)),
-        sample_index=torch.from_numpy(np.repeat(np.arange(len(samples)), counts).astype(np.int64)),
+        sample_index=torch.from_numpy(tree.sample_index),
         top_ids=torch.from_numpy(_join([ids for ids, _ in tops], np.int64, (0, k))),
         top_logprobs=torch.from_numpy(_join([values for _, values in tops], np.float32, (0, k))),
     )
+    candidates = row_candidates(samples, tree.target_ids, row["top_ids"].numpy(), tree.sample_index)
+    if candidates is not None:
+        row["candidate_ids"], row["candidate_offsets"] = map(torch.from_numpy, candidates)
+    return row
 
 
 def _join(parts: list[np.ndarray], dtype: type, empty_shape: tuple[int, ...] = (0,)) -> np.ndarray:
@@ -120,11 +126,6 @@ def _check_sample(sample: TrainingSample, num_sampler_logprobs: int) -> None:
         )
     if seq.loss_mask[0]:
         raise DataError(f"{name}: its first token is trained.", "Nothing predicts it; start with a prompt token.")
-    if seq.sampling_mask is not None:
-        raise DataError(
-            f"{name} was sampled from candidate sets (top-k, top-p or min-p).",
-            "Packed rows normalise over the whole vocabulary; sample with top_p=1, top_k=0 and min_p=None.",
-        )
     if num_sampler_logprobs and (seq.top is None or len(seq.top) != seq.num_trained):
         got = "no" if seq.top is None else f"{len(seq.top)} rows of"
         raise DataError(

@@ -1,20 +1,18 @@
 """Which samples go into which row: samples in arrival order -> micro-batches of one row per rank.
 
-Pure bookkeeping, no torch. A row holds at most `token_budget` tokens; a micro-batch holds one row per rank and
-closes when the next sample fits into none of its rows.
+Pure bookkeeping, no torch. A row is a prefix trie of at most `token_budget` forwarded tokens and as many loss terms; a
+micro-batch holds one row per rank and closes when the next sample has no place in its rows (`trie.place`).
 
     planner = RowPlanner(token_budget=4096, world_size=2)
     placement = planner.add(sample)      # .closed: a finished MicroBatch or None; .oversize: sample refused
     last = planner.flush()               # what is still open, or None
-
-`RowFill` is the one place that knows what a sample costs in a row. Rows here are concatenations, so a sample
-always adds its own length; a prefix trie (tokens shared by several samples counted once) changes only that class.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asyncgrpo_core.packing.trie import PrefixTrie, RowOffer, place
 from asyncgrpo_core.types import TrainingSample
 
 
@@ -34,20 +32,35 @@ class CostModel:
 
 @dataclass
 class RowFill:
-    """The samples of one row, with the row's token count and cost kept up to date."""
+    """The samples of one row, with the row's tokens and cost kept up to date."""
 
-    samples: list[TrainingSample] = field(default_factory=list)
-    num_tokens: int = 0
+    trie: PrefixTrie = field(default_factory=PrefixTrie)
     cost: float = 0.0
+    groups: set[int] = field(default_factory=set)  # group ids
 
-    def added_tokens(self, sample: TrainingSample) -> int:
-        """How many tokens the row grows by if it takes `sample`."""
-        return sample.sequence.num_tokens
+    @property
+    def samples(self) -> list[TrainingSample]:
+        return self.trie.samples
+
+    @property
+    def num_tokens(self) -> int:
+        """Forwarded tokens: shared ones once."""
+        return self.trie.num_tokens
+
+    def offer(self, sample: TrainingSample, token_budget: int, cost: CostModel) -> RowOffer:
+        """What the row says about taking `sample`."""
+        return RowOffer(
+            holds_group=sample.group_id in self.groups,
+            has_room=self.trie.fits(sample, token_budget),
+            empty=not self.trie.samples,
+            cost=self.cost,
+            cost_with=self.cost + self.trie.added_cost(sample, cost),
+        )
 
     def add(self, sample: TrainingSample, cost: CostModel) -> None:
-        self.num_tokens += self.added_tokens(sample)
-        self.cost += cost.sample_cost(sample.sequence.num_tokens)
-        self.samples.append(sample)
+        self.cost += self.trie.added_cost(sample, cost)
+        self.trie.add(sample)
+        self.groups.add(sample.group_id)
 
 
 @dataclass(frozen=True)
@@ -137,9 +150,8 @@ class RowPlanner:
         )
 
     def _best_row(self, sample: TrainingSample, rows: list[RowFill]) -> RowFill | None:
-        """The cheapest row with room: the most loaded rank sets the micro-batch's time."""
-        fitting = [r for r in rows if r.num_tokens + r.added_tokens(sample) <= self.token_budget]
-        return min(fitting, key=lambda r: r.cost, default=None)
+        at = place([row.offer(sample, self.token_budget, self._cost) for row in rows])
+        return None if at is None else rows[at]
 
     def _rebalanced(self, rows: list[RowFill]) -> list[RowFill]:
         """The same samples, largest first onto the cheapest row, when that lowers the most loaded row.

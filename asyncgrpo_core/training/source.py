@@ -95,6 +95,7 @@ class SampleSource:
         self.pending: deque[TrainingSample] = deque()
         self.loop_state: Any = None  # the newest state of a custom loop
         self.wait_s = 0.0  # of the step being formed
+        self._granted_and_waiting = False  # tokens were granted, and nothing has come since
 
     def preload(self, samples: Iterable[TrainingSample]) -> None:
         """Put a checkpoint's buffered samples at the head of the queue."""
@@ -115,7 +116,7 @@ class SampleSource:
         for _ in range(num_microbatches):
             microbatch = self._next_microbatch()
             if microbatch is None:
-                self._put_back([s for microbatch in step for s in microbatch.samples])
+                self._put_back(_samples(step))
                 return None
             step.append(microbatch)
         self.window.add("rollout/queue_size", len(self.pending))
@@ -124,10 +125,18 @@ class SampleSource:
 
     def finish_step(self, step: Step, step_number: int) -> None:
         """Write a finished step into the books and let the worker run on."""
-        used = 0
-        for sample in (s for microbatch in step for s in microbatch.samples):
+        for sample in _samples(step):
             self.book.sample_trained(sample, step_number)
-            used += sample.sequence.num_tokens
+        self._used_up(step)
+
+    def drop_step(self, step: Step) -> None:
+        """Give up the samples of a step that was skipped because it was not finite, and let the worker run on."""
+        for sample in _samples(step):
+            self.book.sample_dropped(sample, "non_finite")
+        self._used_up(step)
+
+    def _used_up(self, step: Step) -> None:
+        used = sum(sample.sequence.num_tokens for sample in _samples(step))
         self.ledger.write(self.book.drain_rows())
         self.allowance.consumed += used
         self.allowance.step_tokens = used
@@ -144,6 +153,7 @@ class SampleSource:
             samples, regenerate = self.book.apply(record)
             self._regenerate(regenerate)
             self.pending.extend(samples)
+            self._granted_and_waiting = False
             self.loop_state = record.loop_state if record.loop_state is not None else self.loop_state
         # Oldest policy first, then in the order of generation: a group of long rollouts arrives late and would
         # otherwise go stale behind shorter ones that started after it.
@@ -196,12 +206,15 @@ class SampleSource:
         self.pending.extendleft(reversed(samples))
 
     def _feed_starving(self) -> None:
-        # A row closes when the next sample does not fit, so filling it can need a little more than the last
-        # step used. With max_staleness <= 1 the worker may stand at its allowance while the trainer waits for
-        # one more sample: nobody would ever move. Both idle is the sign; then one row's tokens are granted.
-        if self.worker.in_flight() == 0 and self.buffer.size == 0 and self.allowance.granted == 0:
-            self.allowance.granted = self.token_budget * self.world_size
-            self.worker.set_allowance(self.allowance.value)
+        # A row closes when the next sample does not fit, and samples that share tokens fill it slower than they
+        # count: filling it can need more than the last step used. The worker then stands at its allowance while the
+        # trainer waits. Both idle is the sign; one row's tokens are granted, and again only when they have brought
+        # samples: a worker that scores for a minute is idle to the server too, and must not run ahead meanwhile.
+        if self._granted_and_waiting or self.worker.in_flight() != 0 or self.buffer.size != 0:
+            return
+        self._granted_and_waiting = True
+        self.allowance.granted += self.token_budget * self.world_size
+        self.worker.set_allowance(self.allowance.value)
 
     def _drop(self, sample: TrainingSample, reason: str, counter: str) -> None:
         self.window.add(counter, 1)
@@ -213,3 +226,7 @@ class SampleSource:
     def _regenerate(self, request: tuple[Slot, int] | None) -> None:
         if request is not None:
             self.buffer.request_regeneration(*request)
+
+
+def _samples(step: Step) -> list[TrainingSample]:
+    return [sample for microbatch in step for sample in microbatch.samples]

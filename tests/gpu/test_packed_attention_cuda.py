@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncgrpo_core.models.attention import AttentionPlan, choose_backend, packed_attention_forward
+from asyncgrpo_core.models.attention import RowPlan, choose_backend, packed_attention_forward
 from asyncgrpo_core.models.forward import install_packed_forward
 from asyncgrpo_core.packing import pack_row
 from tests.unit.policy_cases import some_samples, tiny_policy
@@ -24,7 +24,7 @@ def attend(device, dtype, window, kv_heads):
     n = sum(LENGTHS)
     qkv = [torch.randn(1, h, n, 64, generator=g).bfloat16() for h in (4, kv_heads, kv_heads)]
     qkv = [x.to(device, dtype).requires_grad_() for x in qkv]
-    plan = AttentionPlan.from_cu_seqlens(torch.tensor([0, *LENGTHS]).cumsum(0).to(device))
+    plan = RowPlan.from_segments(torch.tensor([0, *LENGTHS]).cumsum(0).to(device))
     out, _ = packed_attention_forward(_Layer(), *qkv, None, sliding_window=window, packed_attention=plan)
     upstream = torch.randn(out.shape, generator=g).bfloat16().to(device, dtype)
     return [x.double().cpu() for x in (out, *torch.autograd.grad(out, qkv, upstream))]

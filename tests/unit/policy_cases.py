@@ -177,6 +177,25 @@ def some_samples(seed: int = 0, count: int = 6, **kwargs) -> list[TrainingSample
     return [make_sample(rng, p, t, **kwargs) for p, t in shapes]
 
 
+def sharing_samples(seed: int = 0) -> list[TrainingSample]:
+    """Samples whose trie forks at every depth: two groups under one system prompt, turns of a conversation, a sample
+    that is the prefix of another, an identical pair, single-token segments, and one that shares nothing.
+    """
+    rng = np.random.default_rng(seed)
+    system, prompts = [3, 4, 5], [[6, 7, 8, 9], [6, 10]]
+    long = rng.integers(11, VOCAB, 7).tolist()
+    cases = [(system + prompts[0] + long[:depth] + [int(t)], 7) for depth, t in enumerate(rng.integers(3, 11, 7))]
+    cases += [(system + prompts[1] + tail, 5) for tail in ([12, 13], [12, 14], [12], [15, 16, 17, 18])]
+    cases += [(system + prompts[0] + long, 7), (system + prompts[0] + long, 7)]  # identical
+    cases += [(system + prompts[0] + [11, 12, 3, 13, 14], 10), ([20, 21, 22, 19], 2)]  # a later turn; a root of its own
+    samples = []
+    for tokens, first_trained in cases:
+        sample = make_sample(rng, first_trained, len(tokens) - first_trained)
+        sample.sequence.token_ids[:] = tokens
+        samples.append(sample)
+    return samples
+
+
 def dense_logprobs(model: PreTrainedModel, sample: TrainingSample, temperature: float = 1.0) -> torch.Tensor:
     """[trained, V] log-probabilities of one sample forwarded alone by the model's original code."""
     ids = torch.from_numpy(sample.sequence.token_ids.astype(np.int64))[None]

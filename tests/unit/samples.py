@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 
 from asyncgrpo_core.types import GroupRecord, Slot, TopLogprobs, TrainingSample, TrainingSequence
@@ -29,8 +31,11 @@ def make_sample(
     if top_k:
         ids = np.tile(np.arange(top_k, dtype=np.int32), (completion_tokens, 1))
         top = TopLogprobs(ids, np.full(ids.shape, np.log(0.9 / top_k), dtype=np.float32))
+    sample_id = sample_id or f"s{epoch}-{position}-{generation}-{rollout}"
+    tokens = np.arange(1, n + 1, dtype=np.int32)
+    tokens[0] = 1000 + zlib.crc32(sample_id.encode()) % 1_000_000  # no two samples share a token of a row
     sequence = TrainingSequence(
-        token_ids=np.arange(1, n + 1, dtype=np.int32),
+        token_ids=tokens,
         loss_mask=mask,
         sampler_logprobs=np.where(mask, np.float32(-1.0), np.float32(0.0)),
         versions=np.full(n, version, dtype=np.int32),
@@ -47,7 +52,7 @@ def make_sample(
         model_version=version,
         rollout_id=f"r{epoch}-{position}-{generation}-{rollout}",
         queued_at=queued_at,
-        sample_id=sample_id or f"s{epoch}-{position}-{generation}-{rollout}",
+        sample_id=sample_id,
     )
 
 

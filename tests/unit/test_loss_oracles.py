@@ -286,6 +286,7 @@ def surrogate_at(model, samples, settings, temperature):
 
 
 @ALL
+@float64_throughout()
 def test_f037_two_ranks_with_unequal_tokens_equal_one_rank(settings):
     """Each rank divides by the trained tokens of all ranks, so their gradients add up to the one rank's."""
     samples = some_samples(seed=12, count=6)

@@ -1,17 +1,30 @@
-"""Packed attention against one dense block-diagonal mask, in float64."""
+"""Attention of trie rows against one dense mask over the whole row, in float64; and who computes it."""
+
+import logging
 
 import pytest
 import torch
 from torch import nn
 
 from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.models.attention import AttentionPlan, choose_backend, packed_attention_forward
+from asyncgrpo_core.models import attention as attention_module
+from asyncgrpo_core.models.attention import choose_backend, packed_attention_forward
+from asyncgrpo_core.models.attention_backends import flex, hub
+from asyncgrpo_core.models.attention_backends.hub import HubUnavailable
+from asyncgrpo_core.models.row_plan import RowPlan
+from asyncgrpo_core.models.support import DeviceTraits
 
-LENGTHS = {
-    "one": [9],
-    "equal": [6] * 5,
-    "ragged": [3, 17, 1, 8, 9, 2, 30, 5, 16, 1],
-    "singles": [1, 1, 1],
+# lengths of the segments, and their parents
+ROWS = {
+    "one": ([9], [-1]),
+    "equal": ([6] * 5, [-1] * 5),
+    "ragged": ([3, 17, 1, 8, 9, 2, 30, 5, 16, 1], [-1] * 10),
+    "singles": ([1, 1, 1], [-1, -1, -1]),
+    "group": ([20, 7, 9, 8, 1], [-1, 0, 0, 0, 0]),
+    "chain_of_singles": ([1, 1, 1, 2, 1, 1], [-1, 0, 1, 2, 1, 0]),
+    "two_groups_under_a_system_prompt": ([5, 12, 7, 8, 3, 6, 6, 1, 4], [-1, 0, 1, 1, 0, 4, 4, 4, -1]),
+    "deep": ([2] * 9 + [3], [-1, 0, 1, 2, 3, 4, 5, 6, 7, -1]),
+    "longer_than_a_flex_block": ([140, 30, 5, 150, 2, 1, 60], [-1, 0, 1, 0, 3, 3, -1]),
 }
 
 
@@ -20,22 +33,33 @@ class _Layer(nn.Module):
     is_causal = True
 
 
-def row(lengths, heads=4, kv_heads=2, dim=8, seed=0):
+def row(name, heads=4, kv_heads=2, dim=8, seed=0, backend="sdpa"):
+    lengths, parents = ROWS[name]
     g = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     shapes = (heads, kv_heads, kv_heads)
     q, k, v = (torch.randn(1, h, n, dim, generator=g, dtype=torch.float64).requires_grad_() for h in shapes)
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return q, k, v, AttentionPlan.from_cu_seqlens(offsets)
+    return q, k, v, RowPlan.from_segments(offsets, torch.tensor(parents), backend)
 
 
-def dense_reference(q, k, v, lengths, scale, window=None, softcap=None):
+def visible_by_definition(name, window=None):
+    """Token by token: a token sees itself and what precedes it on the path of its segment."""
+    lengths, parents = ROWS[name]
+    segment = [s for s, n in enumerate(lengths) for _ in range(n)]
+    path_of = []
+    for s in range(len(lengths)):
+        above = path_of[parents[s]] if parents[s] >= 0 else []
+        path_of.append(above + [t for t in range(len(segment)) if segment[t] == s])
+    seen = torch.zeros(len(segment), len(segment), dtype=torch.bool)
+    for t, s in enumerate(segment):
+        path = path_of[s][: path_of[s].index(t) + 1]
+        seen[t, path[-window:] if window else path] = True
+    return seen
+
+
+def dense_reference(q, k, v, visible, scale, softcap=None):
     """Every pair of the whole row is scored, and the mask says which of them may see each other."""
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    position = torch.arange(sum(lengths))
-    visible = (segment[:, None] == segment[None]) & (position[:, None] >= position[None])
-    if window is not None:
-        visible &= position[:, None] - position[None] < window
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(2, 3) * scale
@@ -45,64 +69,227 @@ def dense_reference(q, k, v, lengths, scale, window=None, softcap=None):
     return (weights @ v).transpose(1, 2)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["mqa", "gqa", "mha"])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5), (4, 1.5), (100, None)])
-@pytest.mark.parametrize("name", LENGTHS)
-def test_every_segment_sees_itself_and_nothing_else(name, window, softcap, kv_heads):
-    lengths = LENGTHS[name]
-    q, k, v, plan = row(lengths, kv_heads=kv_heads)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5), (4, 1.5), (1000, None)])
+@pytest.mark.parametrize("name", ROWS)
+def test_f121_f124_every_token_sees_its_path_and_nothing_else(name, window, softcap, kv_heads, backend):
+    """`flex` is torch's own dense evaluation of the block mask here, forward only; compiled it runs in tests/gpu."""
+    q, k, v, plan = row(name, kv_heads=kv_heads, backend=backend)
+    if backend == "flex":
+        q, k, v = (x.detach() for x in (q, k, v))
     out, weights = packed_attention_forward(
         _Layer(), q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap, packed_attention=plan
     )
-    want = dense_reference(q, k, v, lengths, 0.3, window, softcap)
+    want = dense_reference(q, k, v, visible_by_definition(name, window), 0.3, softcap)
     assert weights is None
     torch.testing.assert_close(out, want, rtol=1e-11, atol=1e-11)
+    if backend == "flex":
+        return
     g = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     mine = torch.autograd.grad(out, (q, k, v), g)
     for a, b in zip(mine, torch.autograd.grad(want, (q, k, v), g), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+class _VarlenByDefinition:
+    """A flash kernel's contract in float64: sequence by sequence, causal from the end, grouped heads."""
+
+    def __init__(self):
+        self.calls = []
+
+    def flash_attn_varlen_func(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+        softcap=0.0,
+    ):  # fmt: skip
+        assert causal
+        self.calls.append((max_seqlen_q, max_seqlen_k, tuple(k.shape)))
+        outputs = []
+        for s in range(len(cu_seqlens_q) - 1):
+            a, b, c, d = (int(x) for x in (*cu_seqlens_q[s : s + 2], *cu_seqlens_k[s : s + 2]))
+            assert b - a <= max_seqlen_q and d - c <= max_seqlen_k
+            distance = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)[None]
+            visible = (distance >= 0) & ((distance <= window_size[0]) if window_size[0] >= 0 else True)
+            parts = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
+            outputs.append(dense_reference(*parts, visible, softmax_scale, softcap or None)[0])
+        return torch.cat(outputs), None
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5)])
+@pytest.mark.parametrize("name", ROWS)
+def test_f010_f128_hub_kernels_get_the_keys_of_each_path(name, window, softcap, monkeypatch):
+    kernel = _VarlenByDefinition()
+    monkeypatch.setattr(hub, "load_kernel", lambda repository: kernel)
+    monkeypatch.setattr(attention_module, "current_device_traits", lambda: DeviceTraits(rocm=False, major=9))
+    q, k, v, plan = row(name, backend="hub")
+    out, _ = packed_attention_forward(
+        _Layer(), q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap, packed_attention=plan
+    )
+    want = dense_reference(q, k, v, visible_by_definition(name, window), 0.3, softcap)
+    torch.testing.assert_close(out, want, rtol=1e-11, atol=1e-11)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), g), torch.autograd.grad(want, (q, k, v), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    gathered = sum(start + length for start, length in zip(plan.starts, plan.lengths, strict=True))
+    assert kernel.calls[0][2][0] == gathered
+
+
+@pytest.mark.parametrize("window", [None, 3, 40, 1000])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_block_mask_marks_full_and_partial_blocks_rightly(name, window):
+    """A block called full is visible throughout; one that is left out has no visible pair."""
+    _, _, _, plan = row(name)
+    mask = flex.block_mask(plan, window)
+    n, block, length = plan.num_tokens, flex.BLOCK, flex.padded_length(plan.num_tokens)
+    visible = torch.eye(length, dtype=torch.bool)
+    visible[:n, :n] = visible_by_definition(name, window)
+    blocks = visible.view(length // block, block, length // block, block).transpose(1, 2)
+    full = blocks.flatten(2).all(-1)
+    some = blocks.flatten(2).any(-1)
+    said_full, said_some = torch.zeros_like(full), torch.zeros_like(some)
+    for i in range(len(full)):
+        said_full[i, mask.full_kv_indices[0, 0, i, : mask.full_kv_num_blocks[0, 0, i]].long()] = True
+        said_some[i, mask.kv_indices[0, 0, i, : mask.kv_num_blocks[0, 0, i]].long()] = True
+    assert not (said_full & ~full).any()
+    assert not (some & ~said_some & ~said_full).any()
+    assert not (said_full & said_some).any()
+    if window is None:
+        assert torch.equal(said_full, full) and torch.equal(said_full | said_some, some)
+
+
+def test_padded_lengths_are_few_and_close():
+    lengths = {flex.padded_length(n) for n in range(8193, 16385)}
+    assert len(lengths) == 8
+    for n in (1, 127, 128, 129, 5000, 23376, 79488, 10**6):
+        assert n <= flex.padded_length(n) <= max(1.125 * n, n + 127) and flex.padded_length(n) % flex.BLOCK == 0
+
+
 def test_the_default_scale_is_one_over_root_of_the_head_size():
-    q, k, v, plan = row([4, 3])
+    q, k, v, plan = row("group")
     out, _ = packed_attention_forward(_Layer(), q, k, v, None, packed_attention=plan)
-    torch.testing.assert_close(out, dense_reference(q, k, v, [4, 3], 8**-0.5), rtol=1e-11, atol=1e-11)
+    want = dense_reference(q, k, v, visible_by_definition("group"), 8**-0.5)
+    torch.testing.assert_close(out, want, rtol=1e-11, atol=1e-11)
 
 
-def test_buckets_hold_every_token_once_and_waste_little():
+def test_buckets_hold_every_query_once_and_waste_little():
     g = torch.Generator().manual_seed(0)
     lengths = [*torch.randint(20, 41, (128,), generator=g).tolist(), 300]
-    plan = AttentionPlan.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0))
-    buckets, restore = plan.padded()
-    flat = torch.cat([b.index for b in buckets])
+    lengths += [100, *torch.randint(20, 41, (32,), generator=g).tolist()]
+    parents = [-1] * 130 + [129] * 32
+    plan = RowPlan.from_segments(torch.tensor([0, *lengths]).cumsum(0), torch.tensor(parents))
+    buckets, restore = plan.buckets()
+    flat = torch.cat([b.query_index.flatten() for b in buckets])
     assert flat[restore].tolist() == list(range(sum(lengths)))
     assert len(flat) <= 1.3 * sum(lengths)
-    assert len(buckets) <= 4
-    assert sum(b.num_segments for b in buckets) == len(lengths)
+    assert len(buckets) <= 8
+    assert sum(len(b.starts) for b in buckets) == len(lengths)
 
 
-@pytest.mark.parametrize("offsets", [[0], [0, 3, 3], [1, 4], [0, 4, 2]])
-def test_offsets_that_are_no_segments_are_refused(offsets):
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        AttentionPlan.from_cu_seqlens(torch.tensor(offsets))
+@pytest.mark.parametrize(
+    ("offsets", "parents", "message"),
+    [
+        ([0], [], "cu_segments"),
+        ([0, 3, 3], [-1, -1], "cu_segments"),
+        ([1, 4], [-1], "cu_segments"),
+        ([0, 4, 2], [-1, -1], "cu_segments"),
+        ([0, 4, 6], [-1], "2 segments have 1 parents"),
+        ([0, 4, 6], [-1, 1], "does not come before"),
+        ([0, 4], [-2], "does not come before"),
+        ([0, 1, 2, 3, 4], [-1, 0, 0, 1], "not depth first"),
+    ],
+)
+def test_segments_that_are_no_trie_are_refused(offsets, parents, message):
+    with pytest.raises(ValueError, match=message):
+        RowPlan.from_segments(torch.tensor(offsets), torch.tensor(parents, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", ["s_aux", "position_bias"])
 def test_attention_that_packed_rows_cannot_give_is_refused(name):
-    q, k, v, plan = row([3])
+    q, k, v, plan = row("one")
     with pytest.raises(ConfigError, match=name):
         packed_attention_forward(_Layer(), q, k, v, None, packed_attention=plan, **{name: torch.zeros(4)})
 
 
+HOPPER = DeviceTraits(rocm=False, major=9)
+
+
+def choose(requested="auto", device="cuda", dtype=torch.bfloat16, softcap=None, head_dim=128):
+    traits = HOPPER if device == "cuda" else None
+    return choose_backend(
+        requested, device=torch.device(device), dtype=dtype, softcap=softcap, traits=traits, head_dim=head_dim
+    )
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    def unavailable(repository):
+        raise HubUnavailable(f"{repository}: no route to host")
+
+    monkeypatch.setattr(attention_module, "load_kernel", unavailable)
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "softcap", "want"),
+    ("case", "want"),
     [
-        ("cuda", torch.bfloat16, None, "varlen"),
-        ("cuda", torch.float16, None, "varlen"),
-        ("cuda", torch.float32, None, "padded"),
-        ("cuda", torch.bfloat16, 30.0, "padded"),
-        ("cpu", torch.bfloat16, None, "padded"),
+        ({}, "varlen"),
+        ({"dtype": torch.float16}, "varlen"),
+        ({"softcap": 30.0}, "flex"),
+        ({"dtype": torch.float32}, "flex"),
+        ({"head_dim": 512}, "flex"),
+        ({"device": "cpu"}, "sdpa"),
+        ({"device": "cpu", "dtype": torch.float64, "softcap": 30.0}, "sdpa"),
     ],
 )
-def test_the_back_end_follows_device_and_dtype(device, dtype, softcap, want):
-    assert choose_backend(torch.device(device), dtype, softcap=softcap) == want
+def test_auto_follows_device_dtype_and_model_when_the_hub_is_away(no_hub, case, want):
+    assert choose(**case).backend == want
+
+
+def test_a_hub_that_cannot_be_reached_gives_one_warning_that_says_why(no_hub, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert choose().backend == "varlen"
+    (record,) = caplog.records
+    assert "kernels-community/flash-attn3: no route to host" in record.getMessage()
+
+
+def test_auto_takes_the_hubs_kernel_where_it_can_be_had(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention_module, "load_kernel", asked.append)
+    choice = choose()
+    assert choice.backend == "hub" and "flash-attn3" in choice.reason and asked == ["kernels-community/flash-attn3"]
+
+
+def test_the_hub_library_offline_counts_as_unavailable():
+    """The real `kernels` package, with HF_HUB_OFFLINE and an empty cache as in every test run."""
+    hub.load_kernel.cache_clear()
+    with pytest.raises(HubUnavailable, match="kernels-community/flash-attn3"):
+        hub.load_kernel("kernels-community/flash-attn3")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"requested": "fast"}, "unknown"),
+        ({"requested": "varlen", "device": "cpu"}, "needs a GPU"),
+        ({"requested": "hub", "dtype": torch.float32}, "16-bit"),
+        ({"requested": "varlen", "head_dim": 512}, "at most 256"),
+        ({"requested": "varlen", "softcap": 30.0}, "cannot cap"),
+        ({"requested": "flex", "device": "cpu"}, "compiled for GPUs"),
+        ({"requested": "hub"}, "cannot be used: kernels-community/flash-attn3: no route"),
+    ],
+)
+def test_a_back_end_that_does_not_fit_is_refused(no_hub, case, message):
+    with pytest.raises(ConfigError, match=message):
+        choose(**case)
+
+
+def test_what_is_asked_for_is_taken():
+    assert choose("flex").backend == "flex" and choose("varlen").backend == "varlen"
+    assert choose("sdpa").backend == "sdpa" and choose("sdpa", device="cpu").backend == "sdpa"
+
+
+def test_under_autocast_queries_left_in_float32_are_computed_in_its_dtype():
+    """Norms and rotary embeddings leave float32 behind: without the cast a GPU would fall off its flash kernels."""
+    q, k, v, plan = row("group")
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = packed_attention_forward(_Layer(), q.float(), k.bfloat16(), v.bfloat16(), None, packed_attention=plan)
+    assert out.dtype == torch.bfloat16

@@ -40,11 +40,11 @@ def two_samples():
     return [a, b]
 
 
-def test_the_example_of_the_docstring():
+def test_f127_two_samples_that_share_nothing():
     row = pack_row(two_samples(), 2)
     assert row["input_ids"].tolist() == [[11, 12, 13, 14, 15, 21, 16, 17]]
     assert row["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-    assert row["cu_seqlens"].tolist() == [0, 5, 8]
+    assert row["cu_segments"].tolist() == [0, 5, 8] and row["parents"].tolist() == [-1, -1]
     assert row["target_positions"].tolist() == [2, 3, 5]
     assert row["target_ids"].tolist() == [14, 15, 16]
     assert row["sampler_logprobs"].tolist() == pytest.approx([-0.1, -0.3, -3.0])
@@ -54,12 +54,25 @@ def test_the_example_of_the_docstring():
     assert row["top_logprobs"][1].tolist() == pytest.approx([-0.3, -np.inf])
 
 
+def test_f121_f122_the_example_of_the_docstring():
+    """One prompt of three tokens, two completions: the prompt's first two are there once."""
+    a = by_hand([1, 2, 3, 4, 5], [0, 0, 0, 1, 1], [0, 0, 0, -0.1, -0.3], 1.5)
+    b = by_hand([1, 2, 3, 6, 7], [0, 0, 0, 1, 1], [0, 0, 0, -0.5, -0.6], -1.5)
+    row = pack_row([a, b], 0)
+    assert row["input_ids"].tolist() == [[1, 2, 3, 4, 5, 3, 6, 7]]
+    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 4, 2, 3, 4]]
+    assert row["cu_segments"].tolist() == [0, 2, 5, 8] and row["parents"].tolist() == [-1, 0, 0]
+    assert row["target_positions"].tolist() == [2, 3, 5, 6] and row["target_ids"].tolist() == [4, 5, 6, 7]
+    assert row["sampler_logprobs"].tolist() == pytest.approx([-0.1, -0.3, -0.5, -0.6])
+    assert row["advantages"].tolist() == [1.5, 1.5, -1.5, -1.5] and row["sample_index"].tolist() == [0, 0, 1, 1]
+
+
 def test_types_are_what_the_contract_says():
     row = pack_row(some_samples(), 4)
     kinds = {name: value.dtype for name, value in row.items()}
-    ints = {"input_ids", "position_ids", "target_positions", "target_ids", "sample_index", "top_ids"}
+    ints = {"input_ids", "position_ids", "parents", "target_positions", "target_ids", "sample_index", "top_ids"}
     assert {n for n, d in kinds.items() if d == torch.int64} == ints
-    assert kinds["cu_seqlens"] == torch.int32
+    assert kinds["cu_segments"] == torch.int32
     assert {n for n, d in kinds.items() if d == torch.float32} == {"sampler_logprobs", "advantages", "top_logprobs"}
 
 
@@ -86,7 +99,9 @@ def test_without_score_centering_there_is_no_head():
 
 def test_a_rank_without_samples_gets_one_untrained_token():
     row = pack_row([], 5)
-    assert row["input_ids"].shape == (1, 1) and row["cu_seqlens"].tolist() == [0, 1]
+    assert (
+        row["input_ids"].shape == (1, 1) and row["cu_segments"].tolist() == [0, 1] and row["parents"].tolist() == [-1]
+    )
     assert row["target_ids"].shape == (0,) and row["top_ids"].shape == (0, 5)
     assert {n: v.dtype for n, v in row.items()} == {n: v.dtype for n, v in pack_row(some_samples(), 4).items()}
 
@@ -94,7 +109,7 @@ def test_a_rank_without_samples_gets_one_untrained_token():
 def test_a_sample_without_trained_tokens_only_takes_part_as_context():
     rng = np.random.default_rng(0)
     row = pack_row([make_sample(rng, 4, 0), make_sample(rng, 2, 2)], 4)
-    assert row["cu_seqlens"].tolist() == [0, 4, 8]
+    assert row["cu_segments"].tolist() == [0, 4, 8]
     assert row["sample_index"].tolist() == [1, 1] and row["target_positions"].tolist() == [5, 6]
 
 
@@ -110,7 +125,6 @@ def broken(**changes):
         ({"sampler_logprobs": np.zeros(4, np.float32)}, "have 5, 5 and 4 entries"),
         ({"top": None}, "no top log-probabilities for 2 trained tokens"),
         ({"top": TopLogprobs.from_dicts([{1: -1.0}])}, "1 rows of top log-probabilities for 2 trained"),
-        ({"sampling_mask": [[1, 2], [3]]}, "candidate sets"),
     ],
 )
 def test_a_malformed_sample_is_refused_with_its_slot(changes, message):

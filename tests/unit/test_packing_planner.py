@@ -1,5 +1,8 @@
 """RowPlanner: arrival order, token budget, closing, balance between ranks."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,9 +11,25 @@ from hypothesis import strategies as st
 from asyncgrpo_core.packing import CostModel, RowPlanner
 from tests.unit.policy_cases import make_sample
 
+_GROUPS = itertools.count()
+
 
 def sample_of(num_tokens: int, num_trained: int = 1):
-    return make_sample(np.random.default_rng(num_tokens), num_tokens - num_trained, num_trained, k=1)
+    """A sample of a group of its own that shares no token with any other."""
+    group = next(_GROUPS)
+    sample = make_sample(np.random.default_rng(num_tokens), num_tokens - num_trained, num_trained, k=1)
+    sample.sequence.token_ids[0] = 1000 + group
+    return dataclasses.replace(sample, group_id=group)
+
+
+def completions(group: int, prompt: list[int], tails: list[list[int]]):
+    """Samples of one group, their completion trained."""
+    made = []
+    for tail in tails:
+        sample = make_sample(np.random.default_rng(0), len(prompt), len(tail), k=1)
+        sample.sequence.token_ids[:] = prompt + tail
+        made.append(dataclasses.replace(sample, group_id=group))
+    return made
 
 
 def run(lengths, budget, world_size=1, cost=None):
@@ -82,6 +101,37 @@ def test_the_cost_is_linear_for_short_and_quadratic_for_long_samples():
     cost = CostModel(hidden_size=100)
     assert cost.sample_cost(20) / cost.sample_cost(10) == pytest.approx(2, rel=0.02)
     assert cost.sample_cost(200_000) / cost.sample_cost(100_000) == pytest.approx(4, rel=0.02)
+
+
+def test_f125_f130_shared_tokens_count_once_against_the_budget():
+    """A prompt of 8 and four completions of 2: 7 + 4 x 3 = 19 forwarded tokens instead of 40; the fifth would be 22."""
+    planner = RowPlanner(20)
+    samples = completions(1, list(range(8)), [[20 + i, 30 + i] for i in range(5)])
+    closed = [planner.add(sample).closed for sample in samples]
+    assert closed[:4] == [None] * 4 and closed[4] is not None
+    assert closed[4].row_tokens == (19,) and len(closed[4].samples) == 4
+    assert planner.flush().row_tokens == (10,)
+
+
+def test_f126_a_group_stays_together_while_its_row_has_room():
+    """Without the rule the second sample of each group would go to the other, emptier rank."""
+    planner = RowPlanner(100, world_size=2)
+    a = completions(1, list(range(8)), [[20 + i, 30 + i] for i in range(4)])
+    b = completions(2, list(range(40, 48)), [[60 + i, 70 + i] for i in range(4)])
+    for pair in zip(a, b, strict=True):
+        for sample in pair:
+            assert planner.add(sample).closed is None
+    batch = planner.flush()
+    assert [{s.group_id for s in row} for row in batch.rows] in ([{1}, {2}], [{2}, {1}])
+    assert batch.row_tokens == (19, 19)
+
+
+def test_a_rows_cost_counts_what_a_shared_token_costs_once():
+    cost = CostModel(hidden_size=0)
+    planner = RowPlanner(100, cost=cost)
+    for sample in completions(1, list(range(8)), [[20, 30], [21, 31]]):
+        planner.add(sample)
+    assert planner.flush().row_costs == (cost.sample_cost(10) * 2 - cost.sample_cost(7),)
 
 
 @pytest.mark.parametrize(("budget", "world_size"), [(0, 1), (8, 0), (-3, 2)])

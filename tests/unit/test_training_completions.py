@@ -23,7 +23,7 @@ def step(n):
 def test_f214_prompt_completion_reward_and_advantage_are_shown():
     text = format_completions(step(2), Words(), 7, None)
     assert text.splitlines()[0] == "step 7: 2 of 2 samples"
-    assert "'w1 w2 w3' -> 'w4 w5'" in text
+    assert "w2 w3' -> 'w4 w5'" in text
     assert "0.500" in text and "-1.000" in text
 
 

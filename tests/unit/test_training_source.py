@@ -5,12 +5,14 @@ Rows F017, F019, F021, F027, F081, F088, F107, F108, F120.
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 
 import pytest
 
 from asyncgrpo_core.errors import RolloutError
 from asyncgrpo_core.ledger import LedgerWriter
+from asyncgrpo_core.ledger_counts import audit, counts
 from asyncgrpo_core.metrics import MetricWindow
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.slots import SlotBook
@@ -194,6 +196,25 @@ def test_a_trainer_that_starves_beside_an_idle_worker_grants_one_row(rig, monkey
     assert r.worker.allowances == [20]  # one step of 10, and one row granted, once
 
 
+def test_a_row_of_shared_tokens_is_granted_for_until_it_is_full(rig, monkeypatch):
+    """Samples that share their tokens fill a row slower than they count against the allowance: one grant does not do."""
+    monkeypatch.setattr("asyncgrpo_core.training.source._STARVED_AFTER_S", 0.0)
+    r = rig(token_budget=40, max_staleness=1)
+
+    def worker_at_its_allowance(tokens):
+        Worker.set_allowance(r.worker, tokens)
+        n = len(r.worker.allowances)
+        sample = make_sample(n, prompt_tokens=8, completion_tokens=2)
+        sample.sequence.token_ids[:] = [*range(8), 100 * n, 100 * n + 1]
+        r.put(dataclasses.replace(make_record(n, samples=1), samples=[sample]))
+
+    r.worker.set_allowance = worker_at_its_allowance
+    worker_at_its_allowance(40)
+    (microbatch,) = r.source.next_step(1)
+    assert len(microbatch.samples) == 11 and microbatch.num_tokens == 7 + 11 * 3
+    assert len(r.worker.allowances) == 12
+
+
 def test_no_grant_while_requests_are_in_flight(rig, monkeypatch):
     monkeypatch.setattr("asyncgrpo_core.training.source._STARVED_AFTER_S", 0.0)
     r = rig(token_budget=10, max_staleness=1)
@@ -241,3 +262,19 @@ def test_a_trained_step_reaches_the_ledger(rig):
         trained = db.execute("select sample_id, step from trainings order by 1").fetchall()
         assert trained == [("s0-0-0-0", 3), ("s0-0-0-1", 3)]
         assert db.execute("select state from slots where row = 0").fetchone() == ("trained",)
+
+
+def test_a_skipped_step_is_final_in_the_ledger_and_does_not_hold_the_worker_back(rig):
+    r = rig(token_budget=10, max_staleness=2)
+    r.put(make_record(0), make_record(1))
+    r.source.drop_step(r.source.next_step(1))
+    assert r.worker.allowances[-1] == 10 + 2 * 10  # as after a step that trained them
+    assert r.buffer.take_regenerations() == []
+    r.ledger.flush()
+    with sqlite3.connect(r.ledger.path) as db:
+        assert db.execute("select state, reason from slots where row = 0").fetchone() == ("dropped", "non_finite")
+        samples = db.execute("select distinct state, reason from samples where row = 0").fetchall()
+        assert samples == [("dropped", "non_finite")]
+        assert db.execute("select count(*) from trainings").fetchone() == (0,)
+    assert counts(r.ledger.path)["dropped"]["non_finite"] == 1
+    assert audit(r.ledger.path) == []
