@@ -53,7 +53,7 @@ class Size:
 
 
 SIZES = {
-    "cuda": Size(768, 12, 12, 384, 16384, 256, 2e-4, 512),  # a step trains about 120 completions of some 200 tokens
+    "cuda": Size(768, 12, 12, 384, 16384, 256, 5e-5, 512),  # a step trains about 120 completions of some 200 tokens
     "cpu": Size(128, 4, 4, 32, 1024, 64, 1e-3, 128),
 }
 
@@ -102,23 +102,27 @@ def make_policy(folder: Path, size: Size, seed: int) -> int:
 # -- NCCL --------------------------------------------------------------------------------------------------------
 
 
-def nccl_shim(folder: Path) -> str | None:
-    """A library that adds the symbols which vLLM misses to torch's NCCL; None when there is nothing to add.
-
-    Raises:
-        OSError, subprocess.CalledProcessError: no NCCL beside torch, or no compiler.
-    """
+def torch_nccl() -> Path:
+    """The NCCL library that comes with torch."""
     import nvidia.nccl
 
-    library = Path(next(iter(nvidia.nccl.__path__))) / "lib"
-    loaded = ctypes.CDLL(str(library / "libnccl.so.2"))
-    missing = {"ncclCommSuspend": "void*c,int f", "ncclCommResume": "void*c"}
-    missing = {name: arguments for name, arguments in missing.items() if not hasattr(loaded, name)}
+    return Path(next(iter(nvidia.nccl.__path__))) / "lib" / "libnccl.so.2"
+
+
+def nccl_shim(library: Path, folder: Path) -> str | None:
+    """A library that is `library` and the symbols which vLLM misses in it; None when it misses none.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: no such library, or no compiler.
+    """
+    loaded = ctypes.CDLL(str(library))
+    wanted = {"ncclCommSuspend": "void*c,int f", "ncclCommResume": "void*c"}
+    missing = {name: arguments for name, arguments in wanted.items() if not hasattr(loaded, name)}
     if not missing:
         return None
     source, made = folder / "nccl_shim.c", folder / "libnccl_shim.so"
     source.write_text("".join(f"int {name}({arguments}){{return 3;}}\n" for name, arguments in missing.items()))
-    link = ["-Wl,--no-as-needed", f"-L{library}", "-l:libnccl.so.2", f"-Wl,-rpath,{library}"]
+    link = ["-Wl,--no-as-needed", f"-L{library.parent}", f"-l:{library.name}", f"-Wl,-rpath,{library.parent}"]
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(made), str(source), *link], check=True, timeout=60)
     return str(made)
 
@@ -169,6 +173,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("fwd+bwd", "perf/fwd_bwd_s", "{:.2f}"),
     ("optim", "perf/optimizer_s", "{:.3f}"),
     ("sync", "perf/weight_sync_s", "{:.3f}"),
+    ("pause", "perf/weight_sync_pause_s", "{:.3f}"),
     ("proof", "sync/verify_s", "{:.3f}"),
     ("generating", "generating_s", "{:.2f}"),
     ("trained tok", "batch/trained_tokens_per_step", "{:.0f}"),
@@ -179,29 +184,19 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 PARTS = ("perf/rollout_wait_s", "perf/fwd_bwd_s", "perf/optimizer_s", "perf/weight_sync_s", "sync/verify_s")
 
 
-def make_trainer_class() -> type:
-    """The trainer, with its clock stopped only when the GPU has finished what was asked of it."""
-    import torch
-    from transformers import PrinterCallback, TrainerCallback
-
-    from asyncgrpo_core import AsyncGRPOTrainer
-
-    def finish_gpu() -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+def make_watch() -> Any:
+    """A callback that prints a line per step and counts the seconds in which requests were in flight."""
+    from transformers import TrainerCallback
 
     class Watch(TrainerCallback):
-        """Prints a line per step; counts the seconds in which requests were in flight."""
-
-        def __init__(self, trainer: Any) -> None:
-            self.trainer, self.rows, self.generating_s = trainer, [], 0.0
+        def __init__(self) -> None:
+            self.trainer: Any = None
+            self.rows: list[dict[str, float]] = []
+            self.generating_s = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            say("".join(f"{name:>12}" for name, _, _ in (("step", "", ""), *COLUMNS)))
+            say("".join(f"{name:>12}" for name in ("step", *(name for name, _, _ in COLUMNS))))
             threading.Thread(target=self._look, daemon=True).start()
-
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            finish_gpu()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
             if "loss" not in logs:
@@ -216,37 +211,23 @@ def make_trainer_class() -> type:
             last = time.monotonic()
             while not self.trainer.training_has_ended:
                 time.sleep(0.01)
-                now = time.monotonic()
-                worker = self.trainer.pipeline.worker
+                now, worker = time.monotonic(), self.trainer.pipeline.worker
                 if worker is not None and worker.in_flight() > 0:
                     self.generating_s += now - last
                 last = now
 
-    class SmokeTrainer(AsyncGRPOTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.watch = Watch(self)
-            self.add_callback(self.watch)
-            self.remove_callback(PrinterCallback)  # it would print every metric of every step
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().training_step(*args, **kwargs)
-            started = time.monotonic()
-            finish_gpu()
-            ended = time.monotonic()
-            self.clock.parts["fwd_bwd"] += ended - started
-            self.clock.optimizer_started = ended
-            return loss
-
-    return SmokeTrainer
+    return Watch()
 
 
 def train(options: argparse.Namespace, size: Size, policy: Path, run_dir: Path, url: str) -> dict[str, Any]:
     """The run itself; its summary."""
-    from asyncgrpo_core import AsyncGRPOConfig
+    from transformers import PrinterCallback
+
+    from asyncgrpo_core import AsyncGRPOConfig, AsyncGRPOTrainer
     from asyncgrpo_core.training.run_context import RunContext
 
-    trainer = make_trainer_class()(
+    watch = make_watch()
+    trainer = AsyncGRPOTrainer(
         model=str(policy),
         reward_funcs=even_share,
         args=AsyncGRPOConfig(
@@ -266,14 +247,17 @@ def train(options: argparse.Namespace, size: Size, policy: Path, run_dir: Path, 
             seed=options.seed,
         ),
         train_dataset=prompts(),
+        callbacks=[watch],
         run=RunContext(run_dir=run_dir, served_model_name="policy"),
     )
+    watch.trainer = trainer
+    trainer.remove_callback(PrinterCallback)  # it would print every metric of every step
     limit = threading.Timer(options.time_limit, trainer.request_stop, ["the time limit of the smoke run has passed"])
     limit.daemon = True
     limit.start()
     trainer.train()
     limit.cancel()
-    return {**trainer.summary(), "rows": trainer.watch.rows}
+    return {**trainer.summary(), "rows": watch.rows}
 
 
 def report(options: argparse.Namespace, summary: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +283,8 @@ def report(options: argparse.Namespace, summary: dict[str, Any], facts: dict[str
         f"{sync['count']} syncs, {sync['verified']} proved, {sync['mean_s']:.3f} s each, "
         f"largest canary difference {sync['max_abs_logp_diff']:.2e}; ledger {ledger}"
     )
-    say(f"reward, first and last tenth of the steps: {rewards['first']:.3f} -> {rewards['last']:.3f}")
+    first, last = (float("nan") if rewards[end] is None else rewards[end] for end in ("first", "last"))
+    say(f"reward, first and last tenth of the steps: {first:.3f} -> {last:.3f}")
     say(", ".join(f"{name} {value:.3g}" for name, value in summary["throughput"].items()))
     for name, ok in checks.items():
         say(f"{'ok  ' if ok else 'FAIL'} {name}")
@@ -324,6 +309,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--eager", action="store_true", help="a server without compilation and CUDA graphs")
     parser.add_argument("--nccl-shim", choices=("both", "trainer", "server", "none"), default="none")
+    parser.add_argument(
+        "--server-url", help="a server that runs already and serves this policy under the name 'policy'"
+    )
     parser.add_argument("--run-dir", type=Path, help="kept; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds until the server is healthy")
@@ -348,15 +336,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         size = SIZES[options.device]
         parameters = make_policy(scratch / "policy", size, options.seed)
-        shim = nccl_shim(scratch) if options.nccl_shim != "none" else None
+        shim = nccl_shim(torch_nccl(), scratch) if options.nccl_shim != "none" else None
         if shim is not None and options.nccl_shim in ("both", "trainer"):
             os.environ["VLLM_NCCL_SO_PATH"] = shim
         say(f"{parameters / 1e6:.1f}M parameters, backend {options.backend}, run folder {run_dir}")
-        started = time.monotonic()
-        server = start_vllm(options, size, scratch / "policy", run_dir, shim)
-        facts = {"backend": options.backend, "parameters": parameters, "server_start_s": time.monotonic() - started}
-        say(f"vLLM is healthy after {facts['server_start_s']:.0f} s")
-        result = report(options, train(options, size, scratch / "policy", run_dir, server.base_url), facts)
+        facts: dict[str, Any] = {"backend": options.backend, "parameters": parameters}
+        if options.server_url is None:
+            started = time.monotonic()
+            server = start_vllm(options, size, scratch / "policy", run_dir, shim)
+            facts["server_start_s"] = time.monotonic() - started
+            say(f"vLLM is healthy after {facts['server_start_s']:.0f} s")
+        url = options.server_url or server.base_url
+        result = report(options, train(options, size, scratch / "policy", run_dir, url), facts)
     except AsyncGRPOError as error:
         result = {"ok": False, "backend": options.backend, "error": f"{type(error).__name__}: {error}"}
     finally:
