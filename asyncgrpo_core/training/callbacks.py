@@ -27,6 +27,9 @@ class PipelineCallback(TrainerCallback):
         state.compute_steps(args, state.max_steps)  # a resumed state brings the intervals of the run before
         self._trainer.start_pipeline()
 
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self._trainer.guard.keep_out(self._trainer.optimizer, self._trainer.accelerator.scaler)
+
     def on_step_end(self, args, state, control, **kwargs):
         self._trainer.end_step()
         if self._trainer.stop_reason is not None or self._trainer.epochs_are_done():

@@ -187,13 +187,19 @@ class Pipeline:
         assert self.source is not None
         return self.source.next_step(num_microbatches)
 
-    def finish_step(self, step: Step, step_number: int) -> None:
+    def finish_step(self, step: Step, step_number: int, *, skipped: bool = False) -> None:
         """Write the step into the books and send the weights when they are due.
+
+        Args:
+            skipped: the step did not reach the weights: its samples are given up, and there is nothing to send.
 
         Raises:
             ServerError, WeightSyncError: the sync failed, and nobody had asked the run to stop.
         """
         assert self.source is not None
+        if skipped:
+            self.source.drop_step(step)
+            return
         self.source.finish_step(step, step_number)
         self._unsynced_steps += 1
         if self._unsynced_steps >= self.args.weight_sync_steps:

@@ -8,6 +8,7 @@ from collections import defaultdict
 
 from asyncgrpo_core.metrics import MetricWindow
 from asyncgrpo_core.rollout.group_metrics import GENERATED_SAMPLE_TOKENS
+from asyncgrpo_core.training.mfu import segments_of, visible_pairs
 from asyncgrpo_core.training.source import Step
 
 
@@ -63,7 +64,8 @@ def record_batch(window: MetricWindow, step: Step, token_budget: int) -> tuple[i
     window.add("batch/masked_token_frac", 1 - trained / total)
     window.add("batch/packing_ratio", sum(s.sequence.num_tokens for s in samples) / total)
     for microbatch in step:
-        counts, costs = microbatch.row_tokens, microbatch.row_costs
+        counts = microbatch.row_tokens
+        costs = [visible_pairs(segments_of(row)) for row in microbatch.rows]  # of attention, not of the whole row
         for row, tokens in zip(microbatch.rows, counts, strict=True):
             window.add("batch/samples_per_row", len(row))
             window.add("batch/row_tokens_mean", tokens)
@@ -72,6 +74,18 @@ def record_batch(window: MetricWindow, step: Step, token_budget: int) -> tuple[i
         window.add("batch/row_imbalance", max(costs) * len(costs) / sum(costs))
         window.add("batch/pad_frac", 1 - sum(counts) / (max(counts) * len(counts)))
     return total, trained
+
+
+def record_trained(window: MetricWindow, step: Step, version: int, token_budget: int) -> tuple[int, int]:
+    """`sample/*` and `batch/*` of one step; returns its forwarded and its trained tokens."""
+    record_samples(window, step, version)
+    return record_batch(window, step, token_budget)
+
+
+def record_skipped(window: MetricWindow, step: Step, version: int, token_budget: int) -> tuple[int, int]:
+    """As `record_trained` for a step that was not finite: it is counted and in no mean (beyond the reference)."""
+    window.add("batch/skipped_nonfinite_count", 1)
+    return sum(microbatch.num_tokens for microbatch in step), 0
 
 
 def record_performance(

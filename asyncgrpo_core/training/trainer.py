@@ -9,7 +9,6 @@ the loss is (`compute_loss`), what happens when a step ends (`PipelineCallback`)
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,9 @@ from asyncgrpo_core.training.dataset import check_dataset, normalise_reward_func
 from asyncgrpo_core.training.distributed import Ranks
 from asyncgrpo_core.training.live_batches import LiveBatches, initial_training_values, no_collator
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
+from asyncgrpo_core.training.loss_sums import LossSums
+from asyncgrpo_core.training.mfu import MfuMeter
+from asyncgrpo_core.training.nonfinite import NonFiniteGuard
 from asyncgrpo_core.training.pipeline import Pipeline
 from asyncgrpo_core.training.policy_link import policy_link
 from asyncgrpo_core.training.ranked_trainer import RankedTrainer
@@ -38,7 +40,7 @@ from asyncgrpo_core.training.router_loss import add_router_loss
 from asyncgrpo_core.training.row_shares import RowShare, shares_of
 from asyncgrpo_core.training.run_context import PolicyLink, RunContext
 from asyncgrpo_core.training.source import Step
-from asyncgrpo_core.training.step_metrics import add_length_bias, record_batch, record_performance, record_samples
+from asyncgrpo_core.training.step_metrics import add_length_bias, record_performance, record_skipped, record_trained
 from asyncgrpo_core.training.trainer_parts import default_args, eos_token_ids, load_parts, name_of
 from asyncgrpo_core.training.trainer_summary import summarise
 
@@ -110,6 +112,11 @@ class AsyncGRPOTrainer(RankedTrainer):
         )
         self.loss_is_scaled_for_ga = False  # the loss is a mean over one micro-batch
         self.loss_settings = LossSettings.from_config(args)
+        self.mfu = MfuMeter.of_training(policy, policy.config, args)
+        self.guard = NonFiniteGuard(
+            self.run.run_dir / "bad_rows", args.max_nonfinite_steps, rank=args.process_index, world_size=args.world_size
+        )
+        self._sums = LossSums()  # of the step, on the device
         self.router_aux_loss_coef = router_coefficient(causal_model(policy).config, args.router_aux_loss_coef)
         self._stop_reason: str | None = None
         self._asked_to_stop: str | None = None
@@ -187,7 +194,7 @@ class AsyncGRPOTrainer(RankedTrainer):
         """Bring server, sync and worker up (called when the Trainer has prepared model and optimizer)."""
         link = policy_link(self)
         self.ranks.lead("start", lambda: self._start(link))
-        self.clock = StepClock()
+        self.clock = StepClock(self.args.device)
 
     def _start(self, link: PolicyLink) -> None:
         resumed = None
@@ -241,7 +248,10 @@ class AsyncGRPOTrainer(RankedTrainer):
             self.control.should_save = self.state.global_step > 0 and not finished
             return [], None
         num_top = self.args.num_sampler_logprobs if self.args.score_centering else 0
-        return [share.pack(num_top) for share in shares], None
+        rows = [share.pack(num_top) for share in shares]
+        self.guard.begin(rows)
+        self._sums = LossSums()
+        return rows, None
 
     def _next_shares(self, num_batches: int) -> list[RowShare] | None:
         """This rank's rows of the next step; None when the run is to stop before it is full."""
@@ -258,17 +268,18 @@ class AsyncGRPOTrainer(RankedTrainer):
             self.pipeline.overlap.computing = True
         with self.clock.part("fwd_bwd"):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        self.clock.optimizer_started = time.monotonic()
+        self.clock.open_optimizer()
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[override]
-        """Mean loss over the trained tokens of one micro-batch; its sums go to the metrics window."""
+        """Mean loss over the trained tokens of one micro-batch. Nothing here waits for the device."""
         with self.clock.part("fwd"):
             output = model(**inputs, temperature=self.args.temperature)
             normalizer = self.loss_settings.normalizer(inputs)
             loss, sums = async_grpo_loss(output, inputs, self.loss_settings, normalizer)
             loss = add_router_loss(loss, sums, output, inputs, self.router_aux_loss_coef)
-        self.window.extend(sums.events())
+        self._sums = self._sums.merge(sums)
+        self.guard.saw_loss(loss, output.logprobs)
         loss = loss * self.ranks.world_size  # DDP and FSDP average over the ranks; their losses add up
         return (loss, output) if return_outputs else loss
 
@@ -277,9 +288,17 @@ class AsyncGRPOTrainer(RankedTrainer):
 
     # -- when a step ends -----------------------------------------------------------------------------------------
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.guard.saw_gradient(norm)
+        return norm
+
     def end_step(self) -> None:
         """Books, metrics and weight sync of the step that the optimizer just finished."""
         self.clock.close_optimizer()
+        self.guard.save(self.state.global_step, self._step, self.processing_class)
+        if not self.guard.skip:
+            self.window.extend(self._sums.events())
         for stop_reason, events in self.ranks.gather("metrics", self._own_metrics()):
             self.window.extend(events)
             if stop_reason is not None:
@@ -295,14 +314,16 @@ class AsyncGRPOTrainer(RankedTrainer):
     def _finish_step(self) -> None:
         assert self._step is not None and self.pipeline.overlap is not None
         self.pipeline.overlap.computing = False
-        step = self._step
-        record_samples(self.window, step, self.pipeline.policy_version)
-        tokens, trained = record_batch(self.window, step, self.pipeline.token_budget)
-        self.pipeline.counters.num_tokens += tokens
-        self.pipeline.counters.trained_tokens += trained
-        self.pipeline.finish_step(step, self.state.global_step)
+        step, number, pipeline = self._step, self.state.global_step, self.pipeline
+        record = record_skipped if self.guard.skip else record_trained
+        tokens, trained = record(self.window, step, pipeline.policy_version, pipeline.token_budget)
+        pipeline.counters.num_tokens += tokens
+        pipeline.counters.trained_tokens += trained
+        pipeline.finish_step(step, number, skipped=self.guard.skip)
         wall, parts = self.clock.finish_step()
         record_performance(self.window, wall, parts, tokens, trained)
+        self.mfu.record(self.window, step, parts["fwd_bwd"], wall)
+        self.guard.check(number, self.model)
         if self.pipeline.num_rows:
             self.state.epoch = self.pipeline.book.passes()
 

@@ -100,6 +100,7 @@ class FakePipeline:
         self.on_plan: Any = lambda number: None
         self.on_sync: Any = lambda number, link: None
         self.finished: list[int] = []
+        self.skipped: list[int] = []
         self.counters, self.num_rows, self.token_budget, self.policy_version = Counters(), 64, 200, 0
         self.overlap: Any = None
         self.book = SimpleNamespace(passes=lambda: 0.5, passes_done=lambda epochs: False)
@@ -122,9 +123,12 @@ class FakePipeline:
         assert num_microbatches == PER_STEP
         return self.steps[self.at] if self.at < len(self.steps) else None
 
-    def finish_step(self, step: list[MicroBatch], number: int) -> None:
+    def finish_step(self, step: list[MicroBatch], number: int, *, skipped: bool = False) -> None:
         assert step is self.steps[self.at]
         self.at += 1
+        if skipped:
+            self.skipped.append(number)
+            return
         self.finished.append(number)
         self._sync()
 

@@ -1,4 +1,4 @@
-"""perf/fwd_bwd_mfu and perf/wall_clock_mfu (F093): operations by hand, by torch's own counter, and what is not known."""
+"""perf/fwd_bwd_mfu and perf/wall_clock_mfu (F093): operations by hand and by torch's counter, and what is not known."""
 
 from __future__ import annotations
 

@@ -5,11 +5,12 @@ Rows F048, F050, F051, F059, F060, F062, F079, F080, F082, F083, F084, F085, F08
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from asyncgrpo_core.metrics import MetricWindow, kind_of
-from asyncgrpo_core.packing.planner import RowPlanner
-from asyncgrpo_core.training.step_metrics import record_batch, record_performance, record_samples
+from asyncgrpo_core.packing.planner import MicroBatch, RowPlanner
+from asyncgrpo_core.training.step_metrics import record_batch, record_performance, record_samples, record_skipped
 from tests.unit.samples import make_sample
 
 
@@ -75,8 +76,66 @@ def test_f085_f086_rows_of_two_ranks():
     record_batch(window, step, token_budget=20)
     values = window.reduce()
     assert values["batch/pad_frac"] == pytest.approx(2 / 16)  # rows of 8 and 6 tokens
-    costs = step[0].row_costs
-    assert values["batch/row_imbalance"] == pytest.approx(max(costs) / (sum(costs) / 2))
+    pairs = (8 * 9 / 2, 6 * 7 / 2)  # token p of a sample sees p + 1
+    assert values["batch/row_imbalance"] == pytest.approx(pairs[0] / (sum(pairs) / 2))
+
+
+def test_f086_imbalance_is_of_the_attention_and_counts_idle_ranks():
+    """Two tokens cost 1 + 2, one token costs 1: 3 over their mean. A rank without samples halves the mean."""
+    two, one = (
+        make_sample(0, prompt_tokens=1, completion_tokens=1),
+        make_sample(1, prompt_tokens=1, completion_tokens=0),
+    )
+    for rows, expected in (((two,), (one,)), 1.5), (((two,), ()), 2.0):
+        window = MetricWindow()
+        record_batch(window, [MicroBatch(rows=rows, row_tokens=(2, 1), row_costs=(1.0, 1.0))], token_budget=20)
+        assert window.reduce()["batch/row_imbalance"] == pytest.approx(expected)
+
+
+def test_f082_f086_f087_the_reference_s_picture_of_two_rollouts_with_one_prompt():
+    """p1 p2 p3 a1 a2 and p1 p2 p3 b1 b2: 10 tokens before packing, 8 forwarded, 4 trained; p3 is not shared."""
+    a, b = make_sample(0), make_sample(0, rollout=1)
+    a.sequence.token_ids = np.array([1, 2, 3, 4, 5], np.int32)
+    b.sequence.token_ids = np.array([1, 2, 3, 6, 7], np.int32)
+    window = MetricWindow()
+    assert record_batch(window, [microbatch(a, b)], token_budget=16) == (8, 4)
+    values = window.reduce()
+    assert values["batch/packing_ratio"] == 10 / 8
+    assert values["batch/masked_token_frac"] == 4 / 8
+    assert values["batch/row_fill_frac"] == 8 / 16
+    assert values["batch/row_imbalance"] == 1.0 and values["batch/pad_frac"] == 0.0
+
+
+def test_f082_f083_f084_sums_are_over_the_rows_of_all_ranks():
+    """Two ranks, two micro-batches; the group of position 0 is on both ranks and in both micro-batches."""
+    rows = [(make_sample(0),), (make_sample(0, rollout=1), make_sample(1)), (make_sample(0, rollout=2),), ()]
+    step = [
+        MicroBatch(rows=tuple(rows[:2]), row_tokens=(5, 10), row_costs=(1.0, 1.0)),
+        MicroBatch(rows=tuple(rows[2:]), row_tokens=(5, 1), row_costs=(1.0, 1.0)),  # an idle rank forwards a filler
+    ]
+    window = MetricWindow()
+    assert record_batch(window, step, token_budget=10) == (21, 8)
+    values = window.reduce()
+    assert values["batch/forwarded_tokens_per_step"] == 21 and values["batch/trained_tokens_per_step"] == 8
+    assert values["batch/masked_token_frac"] == pytest.approx(13 / 21)
+    assert (values["batch/samples_per_step"], values["batch/groups_per_step"]) == (4, 2)
+    assert values["batch/microbatches_per_step"] == 2
+    assert (values["batch/samples_per_row"], values["batch/row_tokens_max"]) == (1.0, 10)
+    assert values["batch/row_tokens_mean"] == pytest.approx(21 / 4)
+    assert values["batch/pad_frac"] == pytest.approx((5 / 20 + 4 / 10) / 2)
+
+
+def test_f083_a_group_that_was_generated_again_is_another_group():
+    step = [microbatch(make_sample(0), make_sample(0, generation=1), make_sample(0, epoch=1))]
+    window = MetricWindow()
+    record_batch(window, step, token_budget=20)
+    assert window.reduce()["batch/groups_per_step"] == 3
+
+
+def test_a_skipped_step_counts_its_forwarded_tokens_and_nothing_trained(step):
+    window = MetricWindow()
+    assert record_skipped(window, step, 0, 20) == (19, 0)
+    assert window.reduce() == {"batch/skipped_nonfinite_count": 1.0}
 
 
 def test_f083_a_group_spread_over_two_rows_counts_once():
