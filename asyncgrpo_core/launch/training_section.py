@@ -67,9 +67,17 @@ class TrainingSection(BaseModel):
     weight_sync_steps: int = Field(default=1, ge=1, description="Steps between weight syncs.")
     rollout_worker_timeout: float = Field(default=300.0, gt=0, description="Seconds without heartbeat: hung.")
     regenerate_dropped: bool = Field(default=True, description="Generate stale and failed groups again.")
+    attention_backend: Literal["auto", "hub", "varlen", "flex", "sdpa"] = Field(
+        default="auto", description="Attention of packed rows; auto: by device, dtype and model."
+    )
+    trunk_kernels: Literal["auto", "eager", "compile"] = Field(
+        default="auto", description="compile: each layer compiled; auto: on one CUDA device where it is safe."
+    )
     synchronous: bool = Field(default=False, description="Alternate generation and training.")
     max_nonfinite_steps: int = Field(default=3, ge=1, description="Skipped steps in a row before the run stops.")
-    weight_sync_backend: Literal["shm", "nccl", "ipc"] | None = Field(default=None, description="null: by device.")
+    weight_sync_backend: Literal["shm", "nccl", "ipc", "lora"] | None = Field(
+        default=None, description="null: by device; lora: only the adapter is sent (see server.enable_lora)."
+    )
     verify_sync_every: int = Field(default=1, ge=1, description="Prove delivery every this many syncs.")
     kv_after_sync: Literal["recompute", "keep"] = Field(default="recompute", description="Caches after a sync.")
 

@@ -104,6 +104,7 @@ def _requested(name: str, *, on_gpu: bool, flash: bool, softcap: float | None, t
     return Choice(name, "it was asked for")
 
 
+@torch.compiler.disable
 def packed_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -118,6 +119,8 @@ def packed_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D].
+
+    Opaque to a compiler that traces the layer around it (trunk.py): the plan is no tensor, and the kernels are fused.
 
     Raises:
         ConfigError: the layer asks for attention sinks or a position bias, which packed rows cannot give.

@@ -110,7 +110,9 @@ class AsyncGRPOConfig(TrainingArguments):
         "tokens",
     )
     advantage_std: bool = _help("Divide advantages by the group's standard deviation.", True)
-    weight_sync_backend: str | None = _help('"shm", "nccl", "ipc" or None (chosen from the devices).', None)
+    weight_sync_backend: str | None = _help(
+        '"shm", "nccl", "ipc", "lora" (only the adapter) or None (chosen from the devices and the servers).', None
+    )
     verify_sync_every: int = _help("Prove delivery by a canary every this many syncs.", 1)
     kv_after_sync: str = _help(
         '"recompute": caches are reset by a sync; "keep": running requests keep them.', "recompute"
@@ -123,6 +125,15 @@ class AsyncGRPOConfig(TrainingArguments):
         "Alternate generation and training instead of overlapping them: rollouts are generated only while the trainer "
         "waits for a step's samples. The baseline for what overlapping gains.",
         False,
+    )
+    attention_backend: str = _help(
+        'Attention of packed rows: "auto" (by device, dtype and model; logged), "hub", "varlen", "flex" or "sdpa".',
+        "auto",
+    )
+    trunk_kernels: str = _help(
+        'The layers: "eager" (as transformers wrote them), "compile" (each layer compiled) or "auto" (compiled on one '
+        "CUDA device where every layer is attention and a dense block).",
+        "auto",
     )
     max_nonfinite_steps: int = _help(
         "Steps in a row whose loss or gradient is not finite before the run stops; each of them is skipped.", 3

@@ -7,6 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models.attention import BACKENDS
+from asyncgrpo_core.models.trunk import TRUNK_KERNELS
 from asyncgrpo_core.training.offpolicy import LOSS_TYPES, REFERENCE_LOSS
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ def check_training(config: AsyncGRPOConfig) -> None:
     _require(coefficient is None or coefficient >= 0, "router_aux_loss_coef", coefficient, ">= 0")
     if config.dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigError(f"dtype={config.dtype!r} is unknown.", 'Use "auto", "bfloat16", "float16" or "float32".')
+    _one_of("attention_backend", config.attention_backend, *BACKENDS)
+    _one_of("trunk_kernels", config.trunk_kernels, *TRUNK_KERNELS)
     if config.score_centering_tail not in ("model", "head"):
         raise ConfigError(f"score_centering_tail={config.score_centering_tail!r} is unknown.", 'Use "model" or "head".')
 
@@ -112,10 +116,10 @@ def check_pipeline(config: AsyncGRPOConfig) -> None:
     _require(config.verify_sync_every >= 1, "verify_sync_every", config.verify_sync_every, ">= 1")
     _require(config.max_nonfinite_steps >= 1, "max_nonfinite_steps", config.max_nonfinite_steps, ">= 1")
     _require(config.rollout_worker_timeout > 0, "rollout_worker_timeout", config.rollout_worker_timeout, "> 0")
-    if config.weight_sync_backend not in (None, "shm", "nccl", "ipc"):
+    if config.weight_sync_backend not in (None, "shm", "nccl", "ipc", "lora"):
         raise ConfigError(
             f"weight_sync_backend={config.weight_sync_backend!r} is unknown.",
-            'Use "shm", "nccl", "ipc" or None.',
+            'Use "shm", "nccl", "ipc", "lora" or None.',
         )
     _require(config.tool_timeout > 0, "tool_timeout", config.tool_timeout, "> 0")
     _require(0 < config.tool_failure_limit <= 1, "tool_failure_limit", config.tool_failure_limit, "in (0, 1]")

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from asyncgrpo_core.models.forward import install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
+from asyncgrpo_core.models.trunk import prepare_trunk
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 
 
@@ -28,7 +29,9 @@ def load_parts(
     """The policy with its packed forward, and its tokenizer (loaded by the model's name when none is given)."""
     policy = load_policy(model, args, peft_config=peft_config)
     processing_class = load_processing_class(name_of(model) if processing_class is None else processing_class, args)
-    return install_packed_forward(policy), processing_class
+    install_packed_forward(policy, args.attention_backend)
+    prepare_trunk(policy, args.trunk_kernels, device=args.device, world_size=args.world_size)
+    return policy, processing_class
 
 
 def eos_token_ids(policy: Any, processing_class: Any) -> list[int]:

@@ -112,6 +112,7 @@ def test_f202_the_reference_has_139_fields_and_all_are_here():
         *("tool_timeout", "tool_failure_limit", "tool_failure_window", "max_tool_result_chars", "long_conversation"),
         *("turn_prompts", "reward_timeout", "loss_type", "importance_ratio_cap"),
         *("loss_normalization", "advantage_std", "synchronous", "max_nonfinite_steps"),
+        *("attention_backend", "trunk_kernels"),
     }
     ours = set(_fields(AsyncGRPOConfig))
     assert beyond <= ours
@@ -176,6 +177,8 @@ def test_f165_f205_ignore_data_skip_is_always_true(tmp_path, caplog):
         ({"temperature": 0.0}, "temperature"),
         ({"dtype": "int8"}, "int8"),
         ({"score_centering_tail": "tail"}, "score_centering_tail"),
+        ({"attention_backend": "fast"}, "attention_backend"),
+        ({"trunk_kernels": "liger"}, "trunk_kernels"),
         ({"loss_type": "ppo"}, "loss_type"),
         ({"loss_type": "tis"}, "score_centering=False"),
         ({"importance_ratio_cap": 0.0}, "importance_ratio_cap"),
