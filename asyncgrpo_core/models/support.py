@@ -1,14 +1,13 @@
 """Which architectures can be trained on packed rows, and which attention kernel fits a device.
 
 Packed rows change two things that a model may rely on: only `packed_attention_forward` says which token sees which
-(masks are not read), and nothing may carry a state along the sequence, because the next token can belong to another
-sample. Everything here reads configs and class attributes, so a model is refused before its weights are loaded
-(reference, 'Compatibility and constraints').
+(masks are not read), and no layer but gated DeltaNet (deltanet.py) may carry a state along the sequence, because the
+next token can belong to another sample. Everything here reads configs and class attributes, so a model is refused
+before its weights are loaded (reference, 'Compatibility and constraints').
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from asyncgrpo_core.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from asyncgrpo_core.models.deltanet import LAYER_CLASSES as GATED_DELTANET_CLASSES
 
 MIN_TRANSFORMERS = "5.2.0"
 MIN_TRANSFORMERS_GATED_DELTANET = "5.15.0"
@@ -91,7 +89,7 @@ def check_config(config: Any, device: DeviceTraits | None, *, transformers_versi
         transformers_version: defaults to the installed one.
 
     Raises:
-        ConfigError: attention sinks, a layer that is no causal attention, gated DeltaNet layers, capped attention
+        ConfigError: attention sinks, a layer that is neither causal attention nor gated DeltaNet, capped attention
             logits on AMD or Blackwell, bidirectional attention, an encoder-decoder.
     """
     text = config.get_text_config(decoder=True)
@@ -119,44 +117,11 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ConfigError: it has one.
     """
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and _text_model_type(model) not in GATED_DELTANET_CLASSES:
         raise _recurrent(type(model).__name__)
     for name, _ in model.named_parameters():
         if name.rpartition(".")[2] in ("sink", "sinks", "attention_sink_bias"):
             raise _sinks(f"{type(model).__name__} (parameter {name})")
-
-
-def check_router_coefficient(config: Any, requested: float | None) -> None:
-    """`router_aux_loss_coef`: None takes the model config's value, 0.0 turns the auxiliary loss off.
-
-    The auxiliary loss is not computed on packed rows yet. Asking for it is refused; where only the model's config
-    asks for it, one warning says that it is left out.
-
-    Raises:
-        ConfigError: a value for a model without experts, or a nonzero value.
-    """
-    text = config.get_text_config(decoder=True)
-    kind = type(text).__name__
-    if requested is None:
-        own = getattr(text, "router_aux_loss_coef", None) or 0.0
-        if own and hasattr(text, "output_router_logits"):
-            logger.warning(
-                "%s sets router_aux_loss_coef=%s, but this version does not add the load-balancing loss: training "
-                "goes on without it (router_aux_loss_coef=0.0 says so and silences this).",
-                kind,
-                own,
-            )
-        return
-    if not hasattr(text, "output_router_logits"):
-        raise ConfigError(
-            f"router_aux_loss_coef={requested} was given, but {kind} is not a Mixture-of-Experts model.",
-            "Leave router_aux_loss_coef unset.",
-        )
-    if requested:
-        raise ConfigError(
-            f"router_aux_loss_coef={requested}: this version does not compute the load-balancing loss.",
-            "Set router_aux_loss_coef=0.0 to train without it.",
-        )
 
 
 def outside_text_model(model: PreTrainedModel) -> set[str]:
@@ -187,14 +152,15 @@ def _check_layers(text: Any, version: str) -> None:
         if layer in _PACKED_LAYERS:
             continue
         if layer == "linear_attention" and hasattr(text, "linear_num_value_heads"):
-            raise _gated_deltanet(kind, i, version)
+            _check_gated_deltanet(text, i, version)
+            continue
         raise ConfigError(
             f"Layer {i} of {kind} is {_layer_name(text, layer)}, not causal attention; of such layers only gated "
             "DeltaNet can be trained on packed rows.",
             "Train a model whose layers are all full or sliding attention.",
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
-    if getattr(model_class, "_is_stateful", False):
+    if getattr(model_class, "_is_stateful", False) and text.model_type not in GATED_DELTANET_CLASSES:
         raise _recurrent(f"{kind} ({text.model_type})")
 
 
@@ -214,18 +180,25 @@ def _layer_name(text: Any, layer: str) -> str:
     return f"a {layer!r} layer" + (" (attention and Mamba)" if layer == "hybrid" and is_mamba else "")
 
 
-def _gated_deltanet(kind: str, layer: int, version: str) -> ConfigError:
+def _check_gated_deltanet(text: Any, layer: int, version: str) -> None:
+    kind = type(text).__name__
+    if text.model_type not in GATED_DELTANET_CLASSES:
+        raise ConfigError(
+            f"Layer {layer} of {kind} is a linear attention layer of {text.model_type}; of such models only "
+            f"{', '.join(GATED_DELTANET_CLASSES)} can be trained on packed rows.",
+            "Train one of those, or a model whose layers are all full or sliding attention.",
+        )
     if _older(version, MIN_TRANSFORMERS_GATED_DELTANET):
-        return ConfigError(
+        raise ConfigError(
             f"Layer {layer} of {kind} is a gated DeltaNet layer, which needs "
             f"transformers>={MIN_TRANSFORMERS_GATED_DELTANET}; {version} is installed.",
             f'Run pip install "transformers>={MIN_TRANSFORMERS_GATED_DELTANET}".',
         )
-    return ConfigError(
-        f"Layer {layer} of {kind} is a gated DeltaNet layer, which this version does not train yet: its state would "
-        "run from one sample of a packed row into the next.",
-        "Train a model whose layers are all full or sliding attention.",
-    )
+
+
+def _text_model_type(model: Any) -> str | None:
+    config = getattr(model, "config", None)
+    return None if config is None else config.get_text_config(decoder=True).model_type
 
 
 def _recurrent(what: str) -> ConfigError:

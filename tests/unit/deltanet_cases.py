@@ -45,12 +45,12 @@ CASES = {
 def policy(case="qwen3_5", dtype=torch.float64, **extra):
     model_class, config_class, own = CASES[case]
     torch.manual_seed(0)
-    model = model_class(config_class(**{**SHAPE, **own, **extra}, attn_implementation="eager")).to(dtype)
+    model = model_class(config_class(**{**SHAPE, **own, **extra}, attn_implementation="eager"))
     with torch.no_grad():  # transformers' starting values forget within a token or two: nothing would be carried far
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 parameter.uniform_(-5, -2)
-    return model.train()
+    return model.to(dtype).train()
 
 
 def tree_row(samples, cut=lambda prefix: False):
@@ -98,7 +98,7 @@ def alone(model, samples):
     """Log-probability of every token but the first of each sample, by the model's own forward of that sample."""
     found = []
     for sample in samples:
-        ids = torch.tensor([sample])
+        ids = torch.tensor([sample], device=model.device)
         logp = (model(input_ids=ids, use_cache=False).logits[0, :-1] / 0.7).log_softmax(-1)
         found.append(logp.gather(1, ids[0, 1:, None])[:, 0])
     return torch.cat(found)

@@ -1,6 +1,5 @@
 """What is refused because packed rows would compute it wrongly, and which kernel a device takes."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ from asyncgrpo_core.models.support import (
     DeviceTraits,
     check_config,
     check_model,
-    check_router_coefficient,
     check_transformers,
     device_traits,
     freeze_outside_text_model,
@@ -84,21 +82,31 @@ def test_f009_a_recurrent_model_without_a_config_that_says_so_is_found_by_its_cl
         check_model(Stateful())
 
 
-@pytest.mark.parametrize("make", [hf.Qwen3NextConfig, hf.Qwen3_5TextConfig, hf.OlmoHybridConfig])
-def test_f004_gated_deltanet_needs_a_new_transformers_and_is_not_trained_yet(make):
+@pytest.mark.parametrize(
+    "make", [hf.Qwen3NextConfig, hf.Qwen3_5TextConfig, hf.Qwen3_5MoeTextConfig, hf.OlmoHybridConfig]
+)
+def test_f004_gated_deltanet_needs_a_new_transformers(make):
     config = make(num_hidden_layers=4)
     for old in ("5.2.0", "5.14.1"):
         with pytest.raises(ConfigError, match=rf"Layer 0 .*gated DeltaNet.*>=5\.15\.0; {old}"):
             check_config(config, None, transformers_version=old)
     for new in ("5.15.0", "5.15.0.dev0", "6.0.0"):
-        with pytest.raises(ConfigError, match="Layer 0 .*gated DeltaNet.*does not train yet"):
-            check_config(config, None, transformers_version=new)
+        check_config(config, None, transformers_version=new)
 
 
 def test_f004_a_vision_language_config_is_judged_by_its_text_part():
     with pytest.raises(ConfigError, match="gated DeltaNet"):
-        check_config(hf.Qwen3_5Config(), None)
+        check_config(hf.Qwen3_5Config(), None, transformers_version="5.14.1")
+    check_config(hf.Qwen3_5Config(), None)
     check_config(hf.Qwen3VLConfig(), None)
+
+
+def test_f009_linear_attention_with_the_same_settings_but_other_layers_is_refused_by_name():
+    config = hf.Qwen4ExpTextConfig(num_hidden_layers=4, layer_types=["linear_attention"] * 4)
+    with pytest.raises(
+        ConfigError, match="Layer 0 of Qwen4ExpTextConfig is a linear attention layer of qwen4_exp_text"
+    ):
+        check_config(config, None)
 
 
 @pytest.mark.parametrize(("version", "fine"), [("5.2.0", True), ("5.19.0", True), ("5.1.9", False), ("4.57.1", False)])
@@ -170,25 +178,3 @@ def test_a_window_that_is_only_in_the_mask_is_refused_because_a_row_would_lose_i
     want = torch.cat([dense_logprobs(model, s).gather(1, trained_ids(s)[:, None])[:, 0] for s in samples])
     got = install_packed_forward(model)(**pack_row(samples, 0), temperature=1.0).logprobs
     assert not torch.allclose(got, want, atol=1e-3)
-
-
-def test_f209_router_coefficient_none_is_the_configs_zero_is_off_and_dense_is_an_error(caplog):
-    moe, dense = tiny_policy("qwen3_moe").config, tiny_policy("qwen3").config
-    with caplog.at_level(logging.WARNING):
-        check_router_coefficient(moe, 0.0)
-        check_router_coefficient(dense, None)
-        moe.router_aux_loss_coef = 0.0
-        check_router_coefficient(moe, None)
-        assert caplog.text == ""
-        moe.router_aux_loss_coef = 0.02
-        check_router_coefficient(moe, None)
-    assert "router_aux_loss_coef=0.02" in caplog.text and "without it" in caplog.text
-    for value in (0.0, 0.1):
-        with pytest.raises(ConfigError, match=f"router_aux_loss_coef={value}.*not a Mixture-of-Experts"):
-            check_router_coefficient(dense, value)
-
-
-def test_f209_a_router_coefficient_that_would_be_ignored_is_refused():
-    """F039 is open: until the auxiliary loss is added, asking for it is an error and not a silent no."""
-    with pytest.raises(ConfigError, match="does not compute the load-balancing loss"):
-        check_router_coefficient(tiny_policy("qwen3_moe").config, 0.01)
