@@ -70,7 +70,10 @@ def compare_delivery(model: nn.Module, received: Mapping[str, Tensor], *, seed: 
     for (path, leaf), pieces in targets.items():
         _compare_target(modules[path], leaf, pieces, report, seed)
     _compare_tied(modules, targets, report, seed)
-    report.missing = _missing(model, modules, targets)
+    experts = {_experts(_server_name(model, name)) for name in received} - {None}
+    report.missing = [
+        name for name in _missing(model, modules, targets) if _experts(name) is None or _experts(name) not in experts
+    ]
     return report
 
 
@@ -97,11 +100,19 @@ def _group_by_target(
             continue
         path, _, leaf = mapped.rpartition(".")
         place = (path, 0) if path in modules else _packed_place(path, packed, modules)
-        if place is None:
+        if _experts(mapped) in modules:
+            report.unchecked[name] = "the server packs the experts of a layer into one tensor"
+        elif place is None:
             report.unchecked[name] = f"no module {path!r} in the server's model"
-            continue
-        ordered.setdefault((place[0], leaf), {})[place[1]] = _Piece(name, tensor)
+        else:
+            ordered.setdefault((place[0], leaf), {})[place[1]] = _Piece(name, tensor)
     return {key: [pieces[i] for i in sorted(pieces)] for key, pieces in ordered.items()}
+
+
+def _experts(name: str | None) -> str | None:
+    """The module that holds a layer's experts ("model.layers.0.mlp.experts"), for what lies in it; else None."""
+    head, found, _ = (name or "").partition(".experts.")
+    return f"{head}.experts" if found else None
 
 
 def _packed_place(

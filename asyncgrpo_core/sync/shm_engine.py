@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,16 +124,37 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             return
         load_weights: Any = self.model.load_weights
         skip_head = self._fault == "lm_head"
-        initialize_layerwise_reload(self.model)
+        with self._experts_packed_again():
+            initialize_layerwise_reload(self.model)
+            try:
+                load_weights(
+                    (name, tensor)
+                    for name, tensor in tensors.items()
+                    if not (skip_head and name.endswith("lm_head.weight"))
+                )
+            finally:
+                # Also after an error: layers that got nothing take their old tensors back.
+                finalize_layerwise_reload(self.model, self.model_config)
+
+    @contextmanager
+    def _experts_packed_again(self) -> Iterator[None]:
+        """Inside, experts that are reloaded on a CPU are packed as they were at the start.
+
+        vLLM packs a Mixture-of-Experts layer for the CPU only while the layer has no kernel yet; a reload would put
+        the plain weights where the kernel reads packed ones. So the kernel is made anew.
+        """
+        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
+        kernels = {}
+        if self.device.type == "cpu":
+            kernels = {m: m.moe_kernel for m in methods if getattr(m, "moe_kernel", None) is not None}
+        for method in kernels:
+            method.moe_kernel = None
         try:
-            load_weights(
-                (name, tensor)
-                for name, tensor in tensors.items()
-                if not (skip_head and name.endswith("lm_head.weight"))
-            )
+            yield
         finally:
-            # Also after an error: layers that got nothing take their old tensors back.
-            finalize_layerwise_reload(self.model, self.model_config)
+            for method, kernel in kernels.items():
+                if method.moe_kernel is None:  # not reloaded
+                    method.moe_kernel = kernel
 
     def _repack_heads(self) -> None:
         """Pack again the layers that keep both a parameter and a packed copy of it.

@@ -165,3 +165,19 @@ def test_renamed_parameters_are_followed() -> None:
     assert not report.differing
     assert list(report.unchecked) == ["skip.me"]
     assert report.checked == len(sent) + 1
+
+
+def test_packed_experts_are_not_compared_and_not_called_missing() -> None:
+    """F138: a Mixture-of-Experts layer of the server is one packed tensor; the canary has to prove it."""
+    sent = checkpoint()
+    model = serve(sent)
+    model.model.layers.append(nn.Module())
+    for layer in model.model.layers:
+        layer.mlp = nn.Module()
+        layer.mlp.experts = nn.Module()
+        layer.mlp.experts.routed_experts = Norm(torch.zeros(2, 4, 4))
+    names = [f"model.layers.0.mlp.experts.{e}.gate_proj.weight" for e in (0, 1)]
+    report = compare_delivery(model, sent | dict.fromkeys(names, torch.zeros(2, 4)))
+    assert report.unchecked == dict.fromkeys(names, "the server packs the experts of a layer into one tensor")
+    assert report.missing == ["model.layers.1.mlp.experts.routed_experts.weight"]  # nothing of that layer was sent
+    assert not report.differing
