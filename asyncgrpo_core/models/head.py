@@ -41,6 +41,7 @@ __all__ = ["LogitTransform", "chunked_log_probs"]
 # hidden states is added to the [V, D] gradient of the weight, so a chunk needs rows to be worth that: 883 at V = 152k.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
 _FUSED_CHUNK_ELEMENTS = 1 << 27  # 2 bytes each instead of 10
+_FUSED_FROM = 1 << 24  # fewer logits than this (a canary) are not worth compiling for their temperature
 _ROW_TILE = 128  # rows of a matrix-product tile on a GPU
 
 
@@ -106,9 +107,12 @@ def _compute_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-def _head_call(weight: Tensor, transform: LogitTransform, chunk_elements: int | None, fused: bool | None) -> HeadCall:
+def _head_call(
+    n: int, weight: Tensor, transform: LogitTransform, chunk_elements: int | None, fused: bool | None
+) -> HeadCall:
     device, dtype = weight.device.type, _compute_dtype(weight)
-    fused = can_fuse(device, dtype) if fused is None else fused
+    if fused is None:
+        fused = n * weight.shape[0] >= _FUSED_FROM and can_fuse(device, dtype)
     elements = chunk_elements or (_FUSED_CHUNK_ELEMENTS if fused else _CHUNK_ELEMENTS.get(device, 1 << 24))
     rows = max(1, elements // weight.shape[0])
     if device == "cuda" and rows > _ROW_TILE:
@@ -140,12 +144,12 @@ def chunked_log_probs(
             ids[offsets[n] : offsets[n + 1]], ascending; an empty one means the whole vocabulary. None: all are empty.
             A token outside its set has log-probability -inf and takes no gradient.
         chunk_elements: bound on the elements of the logits that exist at a time; None picks by device.
-        fused: whether a chunk's arithmetic is compiled; None: on a GPU where torch.compile works.
+        fused: whether a chunk's arithmetic is compiled; None: on a GPU where torch.compile works, for long rows.
 
     Returns:
         logprobs [N], entropy [N] (no gradient), top_logprobs [N, k], in float32 (float64 for float64 weights).
     """
-    call = _head_call(weight, transform, chunk_elements, fused)
+    call = _head_call(len(target_ids), weight, transform, chunk_elements, fused)
     with torch.autocast(weight.device.type, enabled=False):
         if candidates is None:
             return _ChunkedHead.apply(hidden, weight, bias, target_ids, top_ids, call)
