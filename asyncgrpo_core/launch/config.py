@@ -26,7 +26,7 @@ class Section(BaseModel):
 
 
 class LoraSection(Section):
-    """Train a LoRA adapter (peft); the merged weights are what the server gets."""
+    """Train a LoRA adapter (peft). The server gets merged weights, or with server.enable_lora the adapter alone."""
 
     r: int = Field(default=8, ge=1, description="Rank.")
     alpha: int = Field(default=16, ge=1, description="Scale (lora_alpha).")
@@ -105,8 +105,14 @@ class ResourcesSection(Section):
 
     trainer_devices: list[int] | None = Field(default=None, description="CUDA devices of the trainer; null: the first.")
     server_devices: list[int] | None = Field(default=None, description="CUDA devices of the server; null: the others.")
+    trainer_ranks: int | None = Field(
+        default=None, ge=1, description="Trainer processes, one per device; null: one for each of trainer_devices."
+    )
+    sharding: Literal["fsdp", "ddp"] = Field(
+        default="fsdp", description="Several trainer processes hold shards of the policy (fsdp) or copies of it (ddp)."
+    )
     omp_threads: int | None = Field(
-        default=None, ge=1, description="OpenMP threads of the trainer; null: 1 up to two cores, else half of them."
+        default=None, ge=1, description="OpenMP threads of a trainer; null: 1 up to two cores, else half of them."
     )
     stop_grace_s: float = Field(default=60.0, gt=0, description="Seconds the trainer gets to save when it is stopped.")
     min_free_disk_gib: float = Field(default=1.0, ge=0, description="`doctor` warns below this.")
@@ -177,6 +183,25 @@ class RunConfig(Section):
                 "rewards is empty, so nothing says what a good completion is.",
                 "List at least one reward function, for example rewards: [my_project.rewards:score].",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_is_served(self) -> RunConfig:
+        """training.weight_sync_backend = "lora" asks for a server that serves adapters."""
+        if self.training.weight_sync_backend != "lora":
+            return self
+        if self.model.lora is None:
+            raise ConfigError(
+                "training.weight_sync_backend = 'lora' sends an adapter, but model.lora is not set.",
+                "Set model.lora (for example model.lora.r=8), or remove training.weight_sync_backend.",
+            )
+        if "enable_lora" in self.server.model_fields_set and not self.server.enable_lora:
+            raise ConfigError(
+                "training.weight_sync_backend = 'lora' contradicts server.enable_lora = False.",
+                "Remove one of the two.",
+            )
+        if self.server.url is None:
+            self.server.enable_lora = True
         return self
 
     @model_validator(mode="after")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.errors import ConfigError, ServerError
 from asyncgrpo_core.launch.config import RunConfig
 from asyncgrpo_core.launch.placement import Placement, cpu_count
 from asyncgrpo_core.server.command import ServerCommand, ServerNeeds, server_command
 from asyncgrpo_core.server.control import VLLMControl
 from asyncgrpo_core.server.process import RunningServer, failure_reason, free_port, start_server
+from asyncgrpo_core.server.settings import ServerConfig
 
 
 def served_model_name(cfg: RunConfig) -> str:
@@ -35,6 +36,7 @@ def server_needs(cfg: RunConfig, placement: Placement, port: int) -> ServerNeeds
         port=port,
         seed=training.seed,
         max_lora_rank=cfg.model.lora.r if cfg.model.lora is not None else None,
+        lora_modules=_named_modules(cfg),
         max_staleness=training.max_staleness,
         return_sampling_mask=filtered and placement.device == "cuda",
     )
@@ -49,7 +51,7 @@ def plan_server(cfg: RunConfig, placement: Placement) -> ServerCommand | None:
     if cfg.server.url is not None:
         return None
     port = cfg.server.port or free_port(cfg.server.host)
-    command = server_command(cfg.server, server_needs(cfg, placement, port))
+    command = server_command(_with_its_weights(cfg.server), server_needs(cfg, placement, port))
     if placement.device == "cuda":
         command.env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, placement.server)))
     if cfg.model.trust_remote_code or cfg.training.trust_remote_code:
@@ -57,6 +59,28 @@ def plan_server(cfg: RunConfig, placement: Placement) -> ServerCommand | None:
     if cfg.model.revision is not None:
         command.argv.extend(["--revision", cfg.model.revision])
     return command
+
+
+def _named_modules(cfg: RunConfig) -> tuple[str, ...] | None:
+    modules = cfg.model.lora.target_modules if cfg.model.lora is not None else None
+    return tuple(modules) if isinstance(modules, list) else None
+
+
+def _with_its_weights(server: ServerConfig) -> ServerConfig:
+    """Where a sync sends only an adapter, the server has to load the base model by itself.
+
+    Raises:
+        ConfigError: it is told not to.
+    """
+    if not server.enable_lora or server.load_format == "auto":
+        return server
+    if "load_format" in server.model_fields_set:
+        raise ConfigError(
+            "server.load_format is 'dummy' and server.enable_lora is true: a sync sends only the adapter, so the base "
+            "model would keep its random weights.",
+            "Remove server.load_format.",
+        )
+    return server.model_copy(update={"load_format": "auto"})
 
 
 class ServerSlot:

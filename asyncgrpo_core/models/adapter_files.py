@@ -6,8 +6,6 @@ such a policy is sent as merged weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from asyncgrpo_core.models.support import outside_text_model
 
 # Initialisations that change the base weights too: the adapter alone is then not the policy.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
-_PROBE_SHARES = (0.05, 0.2, 0.8)  # size of the probe's change of a weight, relative to the weight, in turn
+
 _PROBE_SEED = 1618
 _USUAL_SPREAD = 0.02  # of a weight that is stored quantised
 
@@ -81,8 +79,10 @@ def _obstacle(model: Any, config: Any) -> str | None:
     return None
 
 
-def save_adapter(model: Any, folder: Path) -> Path:
-    """Write the active adapter under `folder` and return where exactly; on every rank where weights are sharded.
+def save_adapter(model: Any, folder: Path, *, write: bool = True) -> Path:
+    """Write the active adapter under `folder` and return where exactly.
+
+    Where weights are sharded every rank calls it, and one of them with `write`.
 
     Raises:
         ConfigError: there is nothing to write.
@@ -97,43 +97,40 @@ def save_adapter(model: Any, folder: Path) -> Path:
     }
     if not state:
         raise ConfigError(f"The adapter {name!r} has no weights.", "Check its target_modules.")
+    place = folder if name == "default" else folder / name
+    if not write:
+        return place
     # save_embedding_layers="auto" would ask the hub about the base model
     model.save_pretrained(folder, selected_adapters=[name], state_dict=state, save_embedding_layers=False)
-    return folder if name == "default" else folder / name
+    return place
 
 
-@contextmanager
-def probe_weights(model: Any, moved: Callable[[], bool]) -> Iterator[None]:
-    """Inside, the adapter's weights are random numbers that change the policy a lot; then they are as before.
+class ProbeWeights:
+    """Replaces the adapter's weights by random numbers for a moment; where they are sharded, on every rank alike."""
 
-    Args:
-        moved: asked with growing weights until it says that the policy has moved far enough.
+    def __init__(self, model: Any) -> None:
+        (self._name,) = model.active_adapters
+        self._modules = [module for _, module in _adapted(model) if self._name in module.lora_A]
+        self._saved: list[tuple[Tensor, Tensor]] = []
 
-    Raises:
-        ConfigError: even large weights do not move it.
-    """
-    (name,) = model.active_adapters
-    modules = [module for _, module in _adapted(model) if name in module.lora_A]
-    pairs = [(module.lora_A[name].weight, module.lora_B[name].weight) for module in modules]
-    saved = [(a.detach().clone(), b.detach().clone()) for a, b in pairs]
-    try:
-        for share in _PROBE_SHARES:
-            with torch.no_grad():
-                for index, module in enumerate(modules):
-                    _randomise(module, name, share, seed=_PROBE_SEED + index)
-            if moved():
-                break
-        else:
-            raise ConfigError(
-                "The adapter does not change the policy's log-probabilities, whatever its weights.",
-                "Check target_modules, and that the adapter is not disabled.",
-            )
-        yield
-    finally:
-        with torch.no_grad():
-            for (a, b), (old_a, old_b) in zip(pairs, saved, strict=True):
-                a.copy_(old_a)
-                b.copy_(old_b)
+    @torch.no_grad()
+    def set(self, share: float) -> None:
+        """Weights whose change of each layer's weight has `share` of its size; 0.0 switches the adapter off."""
+        if not self._saved:
+            self._saved = [(a.detach().clone(), b.detach().clone()) for a, b in self._pairs()]
+        for index, module in enumerate(self._modules):
+            _randomise(module, self._name, share, seed=_PROBE_SEED + index)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The weights as they were. Idempotent."""
+        saved, self._saved = self._saved, []
+        for (a, b), (old_a, old_b) in zip(self._pairs(), saved, strict=True) if saved else ():
+            a.copy_(old_a)
+            b.copy_(old_b)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(module.lora_A[self._name].weight, module.lora_B[self._name].weight) for module in self._modules]
 
 
 def _randomise(module: Any, name: str, share: float, seed: int) -> None:

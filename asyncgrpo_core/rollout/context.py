@@ -39,6 +39,7 @@ class RolloutContext:
         group_id: identifier of its group.
         first_prompt: shared by the group.
         row: the dataset row (empty when an environment owns the data).
+        adapter_version: the adapter version that all its requests name; None where merged weights are served.
         turn: number of sampling requests it has made.
         calls: its tool calls so far.
         calls_per_message: number of calls of each assistant message that called tools.
@@ -52,6 +53,7 @@ class RolloutContext:
     first_prompt: FirstPrompt
     group_id: int = -1
     row: dict[str, Any] = field(default_factory=dict)
+    adapter_version: int | None = None
     turn: int = 0
     calls: list[CallOutcome] = field(default_factory=list)
     calls_per_message: list[int] = field(default_factory=list)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncgrpo_core.rollout.adapter_uses import AdapterUses
 from asyncgrpo_core.rollout.assemble import make_group
 from asyncgrpo_core.rollout.context import FirstPrompt, RolloutContext
 from asyncgrpo_core.rollout.environments import EnvironmentFailedError
@@ -59,6 +60,8 @@ def evaluate_heldout(
     environment_factory: Any | None = None,
     run_settings: dict[str, Any] | None = None,
     server_versions: Sequence[int] | None = None,
+    lora_name: str | None = None,
+    model_version: int = 0,
 ) -> HeldoutResult:
     """Sample one rollout per row and score it.
 
@@ -67,6 +70,7 @@ def evaluate_heldout(
         seed: two calls with one seed sample alike from one policy.
         max_in_flight: rollouts at once.
         loop_cls, tools, environment_factory, run_settings: as the rollout worker gets them.
+        lora_name, model_version: the adapter version that is evaluated, where only an adapter is synced.
 
     Raises:
         ServerError, RequestRejectedError: a request failed for good.
@@ -90,8 +94,11 @@ def evaluate_heldout(
         MetricOutbox(),
         tools=tools,
         environment_factory=environment_factory,
+        lora_name=lora_name,
         run_settings=run_settings,
     )
+    if lora_name is not None:
+        loop.adapters = AdapterUses.of_one_version(lora_name, model_version)
     loop.seed = seed
     loop.server_versions = server_versions
     loop.sampling = replace(loop.sampling, num_logprobs=0)  # nothing is trained on
@@ -109,6 +116,7 @@ async def _evaluate(loop: AsyncRolloutLoop, rows: list[dict[str, Any]], max_in_f
         async with limit:
             context = RolloutContext(slot, 0, 0, FirstPrompt(), index, rows[index])
             try:
+                context.adapter_version = loop.adapters.newest if loop.adapters is not None else None
                 return await run_rollout(loop, context, 0, want_top=False)
             except EnvironmentFailedError as error:
                 logger.error("held-out row %d has no result: %s", index, error)

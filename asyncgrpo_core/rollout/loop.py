@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncgrpo_core.errors import RolloutError
+from asyncgrpo_core.errors import RolloutError, ServerError
+from asyncgrpo_core.rollout.adapter_uses import AdapterUses
 from asyncgrpo_core.rollout.advantages import centred_advantages, standardised_advantages
 from asyncgrpo_core.rollout.chat.forks import fork_report
 from asyncgrpo_core.rollout.chat.format import ChatFormat
@@ -31,6 +32,7 @@ from asyncgrpo_core.rollout.threads import CallThreads
 from asyncgrpo_core.rollout.tool_loop import converse
 from asyncgrpo_core.rollout.tools import FailureWatch, ToolBox, check_tools, tool_schema
 from asyncgrpo_core.server.fleet import ServerFleet
+from asyncgrpo_core.server.generation import UnknownModelError
 from asyncgrpo_core.types import Rollout, RolloutGroup, TurnRecord
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class AsyncRolloutLoop:
         tools: functions that the model may call (see tools.py).
         environment_factory: makes an environment, or a dict of such by name (see environments.py).
         score_queue_maxsize: completed groups that may wait to be scored before generation waits.
-        lora_name: name of the adapter on the server; the policy is then requested under it.
+        lora_name: where only an adapter is synced, what the names of its versions begin with (`adapters`).
         dataset_start_index: prompts to pass over at the start.
         resume_state: {"epoch", "position", "skip"}, takes the place of `dataset_start_index`; "loop_state" is given
             to `load_state_dict`.
@@ -119,6 +121,7 @@ class AsyncRolloutLoop:
         self.lora_name = lora_name
         self.dataset_start_index = dataset_start_index
         self.resume_state = resume_state
+        self.idle_at_value: Any = _Counter()  # see worker_process.SharedValues
         self.in_flight_value = in_flight_value if in_flight_value is not None else _Counter()
         self.generated_tokens_value = generated_tokens_value if generated_tokens_value is not None else _Counter()
         self.run_settings = dict(run_settings or {})
@@ -129,6 +132,7 @@ class AsyncRolloutLoop:
         self.servers: ServerFleet | None = None
         # What each server holds, written by the trainer; None where nobody says: then all hold `model_version_value`.
         self.server_versions: Sequence[int] | None = None
+        self.adapters: AdapterUses | None = None  # which version each rollout names; set where `lora_name` is
         self.tools_on = bool(self.tools) or (environment_factory is not None and offers_tools(environment_factory))
         check_tools(self.tools)
         self.chat = ChatFormat(
@@ -194,11 +198,26 @@ class AsyncRolloutLoop:
         self.in_flight_value.value += 1
         try:
             turn = await self.servers.generate(
-                prompt_ids, sampling, seed, self._salt, affinity=context.group_id, member=context.index
+                prompt_ids,
+                sampling,
+                seed,
+                self._salt,
+                affinity=context.group_id,
+                member=context.index,
+                model=self.request_model() if context.adapter_version is not None else None,
             )
+        except UnknownModelError as error:
+            if context.adapter_version is None:
+                raise
+            raise ServerError(
+                f"The server does not know policy version {context.adapter_version} (any more): {error.message}",
+                "If it was started again, the next weight sync gives it the adapter.",
+            ) from error
         finally:
             self.in_flight_value.value -= 1
         self.generated_tokens_value.value += len(turn.output_ids)
+        if context.adapter_version is not None:  # what the server reports is the version of its base weights
+            turn.output_versions = [context.adapter_version] * len(turn.output_ids)
         return turn
 
     def compute_advantages(self, group: RolloutGroup) -> np.ndarray:
@@ -236,6 +255,11 @@ class AsyncRolloutLoop:
         factories = self.environment_factory
         every = factories.values() if isinstance(factories, dict) else [factories]
         return [factory for factory in every if isinstance(factory, type)]
+
+    def request_model(self) -> str:
+        """What the running rollout's requests must name as their model: the policy, or its adapter version."""
+        version = current_rollout.get().adapter_version
+        return self.model_name if self.adapters is None or version is None else self.adapters.name(version)
 
     def rollout_row(self) -> dict[str, Any]:
         """The dataset row of the rollout that is running (empty when an environment owns the data)."""

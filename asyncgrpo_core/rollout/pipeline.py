@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncgrpo_core.errors import AsyncGRPOError, RolloutError, ServerError
-from asyncgrpo_core.rollout.admission import RolloutGate, TokenAdmission
+from asyncgrpo_core.rollout.adapter_uses import AdapterRevokedError
+from asyncgrpo_core.rollout.admission import BUSY, RolloutGate, TokenAdmission
 from asyncgrpo_core.rollout.assemble import FinishedGroup, ended_record, make_group
 from asyncgrpo_core.rollout.cancelling import cancel
 from asyncgrpo_core.rollout.clocks import REPORT_EVERY_S, LoadWatch, Reporter
@@ -176,6 +177,7 @@ class GroupPipeline:
         waited_from: float | None = None
         while True:
             self._admission.allowance = self._loop.token_allowance.value
+            self._loop.idle_at_value.value = self._admission.allowance if self._admission.is_idle else BUSY
             if not self._admission.may_start():
                 if waited_from is None and not self._admission.probing:
                     waited_from = time.monotonic()
@@ -225,7 +227,8 @@ class GroupPipeline:
                 self._replies.failed(time.monotonic(), str(error))
             self._raise_if_silent(error)
             return
-        except EnvironmentFailedError as error:  # how often that may happen is the environments' own watch's business
+        # how often an environment may fail is the environments' own watch's business
+        except (EnvironmentFailedError, AdapterRevokedError) as error:
             self._admission.group_ended(0)
             self._put_failed(origin.slot, origin.generation, origin, error)
             return
@@ -253,13 +256,22 @@ class GroupPipeline:
             if origin.version is None:
                 origin.version = loop.model_version_value.value
             context = RolloutContext(origin.slot, origin.generation, index, shared, origin.group_id, row)
-            rollout = await run_rollout(loop, context, origin.version, want_top=loop.config.score_centering)
+            rollout = await self._run_under_version(context, origin.version)
         origin.open_rollouts -= 1
         self._open_rollouts -= 1
         self._cap.rollout_finished(self._fleet.server_of(origin.group_id, index))
         self._last_answer = time.monotonic()
         self._changed.set()
         return rollout
+
+    async def _run_under_version(self, context: RolloutContext, version: int) -> FinishedRollout:
+        loop = self._loop
+
+        async def run(adapter_version: int | None) -> FinishedRollout:
+            context.adapter_version = adapter_version
+            return await run_rollout(loop, context, version, want_top=loop.config.score_centering)
+
+        return await (run(None) if loop.adapters is None else loop.adapters.run(run))
 
     def _put_failed(self, slot: Slot, generation: int, ids: _Origin | RolloutGroup, error: AsyncGRPOError) -> None:
         version = ids.version or 0 if isinstance(ids, _Origin) else ids.model_version
@@ -324,6 +336,8 @@ class GroupPipeline:
     async def _heartbeat(self) -> None:
         while not self._should_stop():
             self._loop.heartbeat_value.value = time.monotonic()
+            if self._loop.adapters is not None:
+                self._loop.adapters.end_revoked()
             await asyncio.sleep(_HEARTBEAT_EVERY_S)
 
     def _after_report(self) -> None:

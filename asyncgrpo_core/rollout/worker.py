@@ -177,6 +177,15 @@ class RolloutWorker:
         """Tell the worker what one server holds: requests to it carry that version, none goes to a `LEFT_OUT` one."""
         self._shared.server_versions[index] = version
 
+    def adapter_in_use(self, version: int) -> bool:
+        """Whether a running rollout names the adapter version."""
+        process, uses = self._process, self._shared.adapter_uses
+        return process is not None and process.is_alive() and uses[version % len(uses)] > 0
+
+    def revoke_adapters(self, before: int) -> None:
+        """End the rollouts of every adapter version below `before`; their groups may be generated again."""
+        self._shared.oldest_adapter.value = max(before, self._shared.oldest_adapter.value)
+
     def set_allowance(self, tokens: int) -> None:
         """Raise the cumulative number of forwarded tokens that the worker may have produced plus in progress.
 
@@ -189,6 +198,13 @@ class RolloutWorker:
     def in_flight(self) -> int:
         """Requests in flight to the server now."""
         return self._shared.in_flight.value
+
+    def is_idle(self) -> bool:
+        """Whether the worker has seen the present allowance, has no group in progress and may not start one.
+
+        Everything it generated is in the buffer then.
+        """
+        return self._shared.idle_at.value == self._shared.allowance.value
 
     def generated_tokens(self) -> int:
         """Tokens generated since the worker started, dropped groups included."""

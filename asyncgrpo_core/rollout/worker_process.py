@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncgrpo_core.rollout.adapter_uses import PLACES, AdapterUses
+from asyncgrpo_core.rollout.admission import BUSY
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.rollout.outbox import ErrorOutbox, MetricOutbox
 
@@ -28,7 +30,8 @@ class SharedValues:
     """Numbers in shared memory, each with one writer and no lock (aligned 8-byte stores are atomic).
 
     Written by the trainer: version, server_versions (one per server, `LEFT_OUT` for a server that holds no proved
-    policy), allowance, stop. By the worker: heartbeat (time.monotonic()), ready, in_flight, generated_tokens.
+    policy), allowance, oldest_adapter, stop. By the worker: heartbeat (time.monotonic()), ready, in_flight,
+    idle_at, generated_tokens, adapter_uses (see `AdapterUses`).
     """
 
     version: Any
@@ -38,7 +41,10 @@ class SharedValues:
     heartbeat: Any
     ready: Any
     in_flight: Any
+    idle_at: Any  # the allowance at which no group is in progress and none may start (admission.BUSY: there is one)
     generated_tokens: Any
+    adapter_uses: Any
+    oldest_adapter: Any
 
     @classmethod
     def create(cls, context: Any, version: int, allowance: int, servers: int = 1) -> SharedValues:
@@ -53,7 +59,10 @@ class SharedValues:
             heartbeat=context.RawValue("d", 0.0),
             ready=integer(),
             in_flight=integer(),
+            idle_at=integer(BUSY),
             generated_tokens=integer(),
+            adapter_uses=context.RawArray("q", PLACES),
+            oldest_adapter=integer(),
         )
 
 
@@ -83,6 +92,9 @@ def worker_main(payload: bytes, shared: SharedValues, buffer_dir: str, trainer_p
             generated_tokens_value=shared.generated_tokens,
         )
         loop.server_versions = shared.server_versions
+        loop.idle_at_value = shared.idle_at
+        if loop.lora_name is not None:
+            loop.adapters = AdapterUses(loop.lora_name, shared.version, shared.adapter_uses, shared.oldest_adapter)
         logger.info(
             "Rollout worker %d of trainer %d: %r at %s, at most %d rollouts at once.",
             os.getpid(),

@@ -29,8 +29,11 @@ class ServerCapabilities:
         chunked_prefill_possible: a prefill may be split over engine steps; deadly for seeded requests on a CPU.
         return_sampling_mask: candidate sets of top-k / top-p are reported.
         enable_lora, max_lora_rank, max_loras: adapter serving.
+        adapts_lm_head: lm_head may carry an adapter too (no --lora-target-modules that leaves it out).
         model_path: folder or hub name the server loaded.
-        world_size: processes that hold weights.
+        world_size: processes that hold weights (of one data-parallel replica).
+        data_parallel_size: engines behind the HTTP front, which a request can be sent to by number.
+        api_servers: HTTP processes that share the port.
         says_settings: it reported its configuration, so a setting that is None is one that it does not have.
         raw: the replies themselves by route; of /server_info only the configuration, not the host's environment.
     """
@@ -52,8 +55,11 @@ class ServerCapabilities:
     enable_lora: bool | None = None
     max_lora_rank: int | None = None
     max_loras: int | None = None
+    adapts_lm_head: bool | None = None
     model_path: str | None = None
     world_size: int | None = None
+    data_parallel_size: int | None = None
+    api_servers: int | None = None
     says_settings: bool = False
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -84,6 +90,7 @@ def parse_capabilities(
     config = config if isinstance(config, dict) else {}
     env = (server_info or {}).get("vllm_env") or {}
     model, scheduler, lora = (_section(config, f"{part}_config") for part in ("model", "scheduler", "lora"))
+    parallel = _section(config, "parallel_config")
     max_model_len = model.get("max_model_len") or next(
         (c["max_model_len"] for c in cards if c.get("max_model_len")), None
     )
@@ -105,8 +112,11 @@ def parse_capabilities(
         enable_lora=bool(lora) if config else None,
         max_lora_rank=lora.get("max_lora_rank"),
         max_loras=lora.get("max_loras"),
+        adapts_lm_head="lm_head" in (lora.get("target_modules") or ["lm_head"]) if lora else None,
         model_path=model.get("model") or next((c["root"] for c in cards if c.get("root")), None),
-        world_size=_section(config, "parallel_config").get("world_size"),
+        world_size=parallel.get("world_size"),
+        data_parallel_size=_engines(parallel),
+        api_servers=parallel.get("_api_process_count"),
         says_settings=bool(config),
         raw={"/version": version, "/v1/models": models, "/server_info": {"vllm_config": config} if config else None},
     )
@@ -140,6 +150,12 @@ def _chunked_prefill(scheduler: dict[str, Any], max_model_len: int | None) -> bo
     if enabled is None or batch is None or seqs is None or max_model_len is None:
         return None
     return bool(enabled) and batch < seqs * max_model_len
+
+
+def _engines(parallel: dict[str, Any]) -> int | None:
+    """Data-parallel engines that this HTTP front sends requests to: with an outside balancer, those of its host."""
+    local = parallel.get("data_parallel_external_lb") or parallel.get("data_parallel_hybrid_lb")
+    return parallel.get("data_parallel_size_local" if local else "data_parallel_size")
 
 
 def _sampling_mask(config: dict[str, Any], model: dict[str, Any]) -> bool | None:

@@ -7,12 +7,12 @@ import sys
 from dataclasses import dataclass
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.server.adapters import LINEAR_LAYERS, LORA_RANKS, needed_max_loras, served_rank
 from asyncgrpo_core.server.settings import ServerConfig
 
 # Below this, max_num_batched_tokens may simply hold every sequence at full length (see `_cpu_batching`).
 _CHEAP_BATCH_TOKENS = 65536
 _CPU_MAX_SEQS = 64
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values vLLM takes (reference, LoRA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,10 @@ class ServerNeeds:
         port: TCP port to listen on.
         seed: vLLM's own seed (dummy weights, requests without a seed).
         max_lora_rank: highest adapter rank to serve, with `ServerConfig.enable_lora`.
+        lora_modules: names of the layers that the adapter sits on; None: the usual linear ones.
         max_staleness: decides how many adapter versions are kept.
-        return_sampling_mask: requests use top-k or top-p and the candidate sets are wanted (GPU only).
+        return_sampling_mask: requests use top-k, top-p or min-p and the candidate sets are wanted. GPU only, and only
+            with `ServerConfig.token_route`, whose replies carry them.
     """
 
     model_path: str
@@ -48,6 +50,7 @@ class ServerNeeds:
     port: int
     seed: int = 0
     max_lora_rank: int | None = None
+    lora_modules: tuple[str, ...] | None = None
     max_staleness: int = 4
     return_sampling_mask: bool = False
 
@@ -71,8 +74,20 @@ def api_server_count(server: ServerConfig, needs: ServerNeeds) -> int:
     """HTTP front processes: serialising top log-probabilities is their work (reference: 8 keep it under 3 %).
 
     On a GPU host one per two cores, at least 1 and at most the reference's 8. On a CPU host 1: the engine computes
-    on the same cores, and the module entry point, which works in every CPU build, has no other number.
+    on the same cores, and the module entry point, which works in every CPU build, has no other number. With adapters
+    1 too: only the process that loaded an adapter knows it (vLLM refuses to start with more).
+
+    Raises:
+        ConfigError: several, and adapters.
     """
+    if server.enable_lora:
+        if (server.api_server_count or 1) > 1:
+            raise ConfigError(
+                f"server.api_server_count is {server.api_server_count} and server.enable_lora is true: an adapter is "
+                "known only to the HTTP process that loaded it.",
+                "Remove server.api_server_count, or set server.enable_lora to false (merged weights are sent then).",
+            )
+        return 1
     if server.api_server_count is not None:
         return server.api_server_count
     if needs.device == "cpu":
@@ -133,9 +148,15 @@ def _common_env(server: ServerConfig, needs: ServerNeeds) -> dict[str, str]:
     }
     if server.enable_lora:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if _returns_sampling_mask(server, needs):
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the only runner that can, whatever this vLLM chooses by itself
     if needs.backend == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # device handles travel pickled
     return env
+
+
+def _returns_sampling_mask(server: ServerConfig, needs: ServerNeeds) -> bool:
+    return needs.return_sampling_mask and needs.device != "cpu" and server.token_route
 
 
 def _lora_flags(server: ServerConfig, needs: ServerNeeds) -> list[str]:
@@ -145,14 +166,18 @@ def _lora_flags(server: ServerConfig, needs: ServerNeeds) -> list[str]:
         raise ConfigError(
             "server.enable_lora is true, but the run trains no adapter.", "Set it to false, or configure peft."
         )
-    rank = next((r for r in _LORA_RANKS if r >= needs.max_lora_rank), None)
+    rank = served_rank(needs.max_lora_rank)
     if rank is None:
         raise ConfigError(
-            f"The adapter's rank {needs.max_lora_rank} is more than vLLM serves ({_LORA_RANKS[-1]}).",
+            f"The adapter's rank {needs.max_lora_rank} is more than vLLM serves ({LORA_RANKS[-1]}).",
             "Lower the rank, or set server.enable_lora to false (merged weights are sent then).",
         )
-    # One version more than may be in use, because the next is loaded before the oldest is dropped.
-    return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(needs.max_staleness + 2)]
+    flags = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(needed_max_loras(needs.max_staleness))]
+    if needs.device == "cpu":
+        # Without it vLLM prepares lm_head for adapters too, and there a request for prompt log-probabilities (our
+        # canary) that is computed together with others ends the CPU engine.
+        flags += ["--lora-target-modules", *(needs.lora_modules or LINEAR_LAYERS)]
+    return flags
 
 
 def _cuda_flags(server: ServerConfig, needs: ServerNeeds) -> list[str]:
@@ -165,7 +190,7 @@ def _cuda_flags(server: ServerConfig, needs: ServerNeeds) -> list[str]:
         flags += ["--max-num-batched-tokens", str(server.max_num_batched_tokens)]
     if server.enforce_eager:
         flags += ["--enforce-eager"]
-    if needs.return_sampling_mask:
+    if _returns_sampling_mask(server, needs):
         flags += ["--return-sampling-mask"]
     return flags
 

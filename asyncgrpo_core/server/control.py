@@ -20,6 +20,7 @@ import httpx
 
 from asyncgrpo_core.errors import ServerError
 from asyncgrpo_core.guard import GuardedProcess
+from asyncgrpo_core.server.adapters import LOAD_ROUTE, UNLOAD_ROUTE
 from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabilities
 from asyncgrpo_core.server.refusals import refusal
 
@@ -215,10 +216,50 @@ class VLLMControl:
         reply = self._call("POST", "/collective_rpc", json=body)
         return reply["results"] if isinstance(reply, dict) else []
 
+    # -- adapters
+
+    def adapters(self) -> dict[str, str]:
+        """Adapters that requests may name, each with the folder that it was loaded from."""
+        cards = self._call("GET", "/v1/models", timeout_s=self.info_timeout_s)["data"]
+        return {card["id"]: card.get("root") or "" for card in cards if card.get("parent") is not None}
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter from a folder that the server sees, in every engine; returns when it can be requested.
+
+        Raises:
+            ServerError: the route is missing, the folder is not there, or vLLM refuses the adapter.
+        """
+        try:
+            self._call("POST", LOAD_ROUTE, json={"lora_name": name, "lora_path": folder}, expect_json=False)
+        except ServerError as error:
+            if "No adapter found" in error.message:
+                fix = "The server does not see that folder: output_dir has to lie on a filesystem that both see."
+                raise ServerError(f"{error.message} The folder is {folder}.", fix) from error
+            raise
+
+    def unload_adapter(self, name: str, timeout_s: float | None = None) -> bool:
+        """Make a name unknown; False when it was. Requests that run under it go on.
+
+        The engines keep the weights until the place is needed, and read the folder again for a request that is still
+        running by then (an engine that finds it gone ends): the folder has to outlive those requests.
+        """
+        try:
+            self._call("POST", UNLOAD_ROUTE, json={"lora_name": name}, timeout_s=timeout_s, expect_json=False)
+        except ServerError as error:
+            if "cannot be found" not in error.message:
+                raise
+            return False
+        return True
+
     # -- canary
 
     def prompt_logprobs(
-        self, token_ids: list[int], *, model: str | None = None, timeout_s: float | None = None
+        self,
+        token_ids: list[int],
+        *,
+        model: str | None = None,
+        engine: int | None = None,
+        timeout_s: float | None = None,
     ) -> list[float]:
         """Log-probability of each token after the first, given the ones before it: n - 1 values for n tokens.
 
@@ -230,6 +271,7 @@ class VLLMControl:
         Args:
             token_ids: at least two token ids.
             model: served name or adapter; None: the server's first.
+            engine: data-parallel replica that has to answer; None: the server's choice.
             timeout_s: deadline; None: this client's.
         """
         if len(token_ids) < 2:
@@ -239,9 +281,11 @@ class VLLMControl:
             "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 1.0,
+            "top_k": 1,  # a server with --return-sampling-mask refuses requests without; see above
             "prompt_logprobs": 0,
         }
-        reply = self._call("POST", "/v1/completions", json=body, timeout_s=timeout_s)
+        headers = None if engine is None else {"X-data-parallel-rank": str(engine)}
+        reply = self._call("POST", "/v1/completions", json=body, headers=headers, timeout_s=timeout_s)
         rows = reply["choices"][0]["prompt_logprobs"]
         return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], token_ids[1:], strict=True)]
 
@@ -259,13 +303,15 @@ class VLLMControl:
         *,
         json: Any = None,
         params: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
         timeout_s: float | None = None,
+        expect_json: bool = True,
     ) -> Any:
-        """One request; the decoded JSON reply, or None for an empty one."""
+        """One request; the decoded JSON reply, or None for an empty one and where none is expected."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         timeout = httpx.Timeout(limit, connect=min(limit, 10.0))
         try:
-            response = self._http.request(method, route, json=json, params=params, timeout=timeout)
+            response = self._http.request(method, route, json=json, params=params, headers=headers, timeout=timeout)
         except httpx.TimeoutException as error:
             raise ServerError(
                 f"{self.base_url} did not answer {method} {route} within {limit:g} s.",
@@ -278,7 +324,7 @@ class VLLMControl:
             ) from error
         if response.status_code != 200:
             raise refusal(self.base_url, method, route, response)
-        if not response.content:
+        if not response.content or not expect_json:
             return None
         try:
             return response.json()

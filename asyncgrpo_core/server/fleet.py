@@ -19,6 +19,7 @@ from asyncgrpo_core.server.generation import (
     SamplingSettings,
     ServerFacts,
     ServerUnavailableError,
+    UnknownModelError,
 )
 from asyncgrpo_core.server.load import LoadSample, parse_metrics
 from asyncgrpo_core.server.routing import ServerRouting
@@ -140,11 +141,13 @@ class ServerFleet:
         *,
         affinity: int | None = None,
         member: Hashable = None,
+        model: str | None = None,
     ) -> TurnRecord:
         """Sample one reply; see `GenerationClient.generate`.
 
         Args:
             cache_salt: the run's own; the policy version of the chosen server is added to it.
+            model: name of an adapter, which is a policy version by itself: then the salt is sent as it is.
             affinity: the group; its requests share a server (and so the prompt's keys and values).
             member: which rollout of the group; its turns share a server.
 
@@ -154,7 +157,8 @@ class ServerFleet:
             ServerError: the reply lacks what was asked for.
         """
         if self.num_servers == 1:
-            return await self.clients[0].generate(prompt_ids, sampling, seed, self._salt(0, cache_salt))
+            salt = self._salt(0, cache_salt, model)
+            return await self.clients[0].generate(prompt_ids, sampling, seed, salt, model=model)
         if not self._watchers:
             self._watchers = [asyncio.create_task(self._watch(index)) for index in range(self.num_servers)]
         tried: set[int] = set()
@@ -165,7 +169,8 @@ class ServerFleet:
             index = self.routing.choose(affinity, member, avoid=tried)
             if index is not None and index not in tried:
                 try:
-                    return await self._send(index, affinity, member, (prompt_ids, sampling, seed), cache_salt)
+                    request = (prompt_ids, sampling, seed)
+                    return await self._send(index, affinity, member, request, cache_salt, model)
                 except ServerUnavailableError as error:
                     reason = error.message
                 tried.add(index)
@@ -200,10 +205,11 @@ class ServerFleet:
         member: Hashable,
         request: tuple[list[int], SamplingSettings, int | None],
         cache_salt: str | None,
+        model: str | None,
     ) -> TurnRecord:
         """One attempt at one server. Raises ServerUnavailableError when another server should be asked."""
-        salt = self._salt(index, cache_salt)
-        task = asyncio.create_task(self.clients[index].generate(*request, salt, retries=0))
+        salt = self._salt(index, cache_salt, model)
+        task = asyncio.create_task(self.clients[index].generate(*request, salt, model=model, retries=0))
         self.routing.started(index, affinity, member)
         self._running[index].add(task)
         try:
@@ -213,6 +219,11 @@ class ServerFleet:
             if self.routing.failed(index, time.monotonic()):
                 self._leave_out(index, "it failed several times in a row")
             raise
+        except UnknownModelError as error:
+            self.routing.gave_up(index)
+            if model is None:
+                raise
+            raise ServerUnavailableError(error.message) from error  # started again: another server may have it
         except asyncio.CancelledError:
             self.routing.gave_up(index)
             current = asyncio.current_task()
@@ -236,9 +247,9 @@ class ServerFleet:
         if self.routing.servers[index].stale:
             raise ServerUnavailableError(f"{self.clients[index].base_url} does not hold the newest weights")
 
-    def _salt(self, index: int, cache_salt: str | None) -> str | None:
+    def _salt(self, index: int, cache_salt: str | None, model: str | None) -> str | None:
         versions = self._freshness.versions
-        if cache_salt is None or (versions is None and self._version is None):
+        if cache_salt is None or model is not None or (versions is None and self._version is None):
             return cache_salt
         version = versions[index] if versions is not None else self._version and self._version()
         return f"{cache_salt}-{version}"

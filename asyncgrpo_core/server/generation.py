@@ -23,7 +23,14 @@ from asyncgrpo_core.server.wire import (
 )
 from asyncgrpo_core.types import TurnRecord
 
-__all__ = ["GenerationClient", "RequestRejectedError", "SamplingSettings", "ServerFacts", "ServerUnavailableError"]
+__all__ = [
+    "GenerationClient",
+    "RequestRejectedError",
+    "SamplingSettings",
+    "ServerFacts",
+    "ServerUnavailableError",
+    "UnknownModelError",
+]
 
 TOKEN_ROUTE = "/inference/v1/generate"
 COMPLETIONS_ROUTE = "/v1/completions"
@@ -36,6 +43,10 @@ _RETRYABLE = frozenset({408, 425, 429})
 
 class RequestRejectedError(ServerError):
     """The server refused a request that will never succeed (HTTP 4xx): sending it again cannot help."""
+
+
+class UnknownModelError(RequestRejectedError):
+    """The server does not know the model or adapter that the request names."""
 
 
 class ServerUnavailableError(ServerError):
@@ -140,6 +151,7 @@ class GenerationClient:
         seed: int | None,
         cache_salt: str | None = None,
         *,
+        model: str | None = None,
         retries: int | None = None,
     ) -> TurnRecord:
         """Sample one reply.
@@ -150,20 +162,21 @@ class GenerationClient:
             seed: this request's own seed (int64 range), None to let the server draw.
             cache_salt: keys of the prefix cache are kept apart by it; the policy version, so that no request
                 reuses keys and values of older weights.
+            model: name of the policy or adapter; None: `model_name`.
             retries: attempts after the first; None: `max_retries`.
 
         Raises:
-            RequestRejectedError: HTTP 4xx; the message holds the server's text. Not retried.
+            RequestRejectedError: HTTP 4xx; the message holds the server's text. Not retried. `UnknownModelError`
+                where the server does not know the model.
             ServerUnavailableError: still failing after the last retry.
             ServerError: the reply lacks what was asked for.
         """
+        name = self.model_name if model is None else model
         if self.use_token_route:
-            body = tokens_body(self.model_name, prompt_ids, sampling, seed, cache_salt, max_logprobs=self.max_logprobs)
+            body = tokens_body(name, prompt_ids, sampling, seed, cache_salt, max_logprobs=self.max_logprobs)
             reply = await self._post(TOKEN_ROUTE, body, parse_tokens_reply, prompt_ids, sampling, retries)
         else:
-            body = completions_body(
-                self.model_name, prompt_ids, sampling, seed, cache_salt, max_logprobs=self.max_logprobs
-            )
+            body = completions_body(name, prompt_ids, sampling, seed, cache_salt, max_logprobs=self.max_logprobs)
             reply = await self._post(COMPLETIONS_ROUTE, body, parse_completions_reply, prompt_ids, sampling, retries)
         return reply
 
@@ -273,7 +286,8 @@ class GenerationClient:
         fix = fixes.get(
             status, "Compare the prompt length, max_completion_length and sampling settings with the server's flags."
         )
-        return RequestRejectedError(f"POST {self.base_url}{route} was refused with {reason}.", fix)
+        kind = UnknownModelError if status == 404 and "does not exist" in reason else RequestRejectedError
+        return kind(f"POST {self.base_url}{route} was refused with {reason}.", fix)
 
 
 def _describe(error: BaseException) -> str:

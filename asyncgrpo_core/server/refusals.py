@@ -7,6 +7,7 @@ import re
 import httpx
 
 from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.server.adapters import LOAD_ROUTE, UNLOAD_ROUTE
 
 _DEV_ROUTES = frozenset(
     [
@@ -38,6 +39,11 @@ def refusal(base_url: str, method: str, route: str, response: httpx.Response) ->
     message = f"The vLLM server at {base_url} answered {status} to {method} {route}: {_error_text(response)}"
     if status in (404, 405) and route in _DEV_ROUTES:
         return ServerError(message, f"{route} needs VLLM_SERVER_DEV_MODE=1 in the server's environment.")
+    if status in (404, 405) and route in (LOAD_ROUTE, UNLOAD_ROUTE) and "dapter" not in _error_text(response):
+        return ServerError(
+            message,
+            f"{route} needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in the server's environment.",
+        )
     if "eight transfer not configured" in message:
         return ServerError(
             message,

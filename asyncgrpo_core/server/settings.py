@@ -82,7 +82,10 @@ class ServerConfig(BaseModel):
     token_route: bool = Field(
         True, description="Pass --enable-scale-out (token-in-token-out, versions per token). False for vLLM < 0.28."
     )
-    enable_lora: bool = Field(False, description="Serve LoRA adapters, so that a sync sends only the adapter.")
+    enable_lora: bool = Field(
+        False,
+        description="Serve LoRA adapters, so that a sync sends only the adapter of model.lora (generation is slower).",
+    )
     extra_args: list[str] = Field(default_factory=list, description="More arguments for vLLM, passed as they are.")
     env: dict[str, str] = Field(default_factory=dict, description="More environment variables for the server.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds from start to healthy before giving up.")

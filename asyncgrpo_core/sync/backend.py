@@ -4,6 +4,9 @@ backend      trainer and server are                      tensors travel by
 shm          on one host, the server computes on CPU     a file in shared memory (our vLLM plugin)
 ipc          on one and the same GPU                     CUDA IPC handles
 nccl         on different GPUs                           NCCL broadcast
+
+`lora` (an adapter alone, as a folder on a filesystem that both see: lora.py) works between any devices and is chosen
+by what the policy is and what the servers offer (training/servers.py).
 """
 
 from __future__ import annotations
@@ -43,9 +46,10 @@ class TensorEvidence:
     """What a comparison of the server's tensors with the sent ones said.
 
     Attributes:
-        kind: "values" (the served model was asked what it computes with) or "checksums" (digests of its
-            parameters; layouts differ between kernels, so a mismatch alone need not be an error).
-        compared: number of tensors that could be compared.
+        kind: "values" (the served model was asked what it computes with), "checksums" (digests of its
+            parameters; layouts differ between kernels, so a mismatch alone need not be an error) or "adapter" (every
+            engine has loaded the version's folder, at a server that was shown to apply adapters rightly).
+        compared: number of tensors that could be compared; of "adapter": engines that loaded it.
         differing: Hugging Face names of those that differ.
         unchecked: names that were sent and could not be compared.
         missing: server-side names of parameters that nothing was sent for.
@@ -65,12 +69,18 @@ class TensorEvidence:
 
 @dataclass
 class Transfer:
-    """One update on its way: what `prepare` made and what `deliver` learned."""
+    """One update on its way: what `prepare` made and what `deliver` learned.
+
+    `pauses`: requests in flight are frozen while it is delivered. `canary_requests`: keyword arguments of
+    `prompt_logprobs` for the proof, one set for each engine that has to be asked by name.
+    """
 
     version: int
     compare: bool
     payload: Any = None
     num_bytes: int = 0
+    pauses: bool = True
+    canary_requests: list[dict[str, Any]] = field(default_factory=lambda: [{}])
     evidence: TensorEvidence | None = None
     timing: dict[str, float] = field(default_factory=dict)
 

@@ -87,7 +87,8 @@ def judge(evidence: Evidence) -> Verdict:
 
     failed      tensors differ, scores are not numbers, or the canary differs by more than the noise
     proved      all tensors are equal; or float32 scores agree (and the old weights do not explain them
-                better); or the server is nearer to the new weights than to the old by more than the noise
+                better); or the server is nearer to the new weights than to the old by more than the noise; or
+                an adapter's folder was loaded by every engine of a server that a probe adapter was proved at
     unverified  anything else
     """
     noise, tensors = evidence.noise, evidence.tensors
@@ -108,9 +109,12 @@ def judge(evidence: Evidence) -> Verdict:
         return verdict(
             FAILED, f"the {measure} canary difference is {distance:.3g}, above the noise of {noise.limit:.3g}"
         )
-    if tensors is not None and tensors.equal:
+    if tensors is not None and tensors.equal and tensors.kind != "adapter":
         return verdict(PROVED, f"all {tensors.compared} tensors are equal")
-    return verdict(*_by_canary(evidence, largest, mean))
+    state, reason = _by_canary(evidence, largest, mean)
+    if state == UNVERIFIED and not noise.exact and tensors is not None and tensors.kind == "adapter":
+        state, reason = PROVED, f"every engine has loaded its folder, and the canary is {mean:.2g} away"
+    return verdict(state, reason)
 
 
 def _by_canary(evidence: Evidence, largest: float, mean: float) -> tuple[str, str]:

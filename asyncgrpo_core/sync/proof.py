@@ -9,13 +9,14 @@ import torch
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.sync.backend import Backend, Parameters, SyncControl, TensorEvidence, Transfer
-from asyncgrpo_core.sync.canary import FAILED, PROVED, Evidence, Noise, Verdict, judge
+from asyncgrpo_core.sync.canary import FAILED, PROVED, UNVERIFIED, Evidence, Noise, Verdict, judge
 from asyncgrpo_core.sync.checksums import compare_checksums
 from asyncgrpo_core.sync.reports import DeliveryError
 
 logger = logging.getLogger(__name__)
 
 MAX_UNVERIFIED_IN_A_ROW = 3
+_WORSE = (PROVED, UNVERIFIED, FAILED)  # of several engines the worst decides
 
 
 class Prover:
@@ -64,9 +65,12 @@ class Prover:
         Raises:
             ServerError: the server did not score the canary or give its checksums.
         """
-        server = self._control.prompt_logprobs(self._canary_ids)
+        requests = transfer.canary_requests
+        answers = [self._control.prompt_logprobs(self._canary_ids, **request) for request in requests]
         trainer = [float(value) for value in self._score(self._canary_ids)]
-        verdict = self._judge(server, trainer, transfer.evidence)
+        verdicts = [self._judge(server, trainer, transfer.evidence) for server in answers]
+        verdict = max(verdicts, key=lambda found: (_WORSE.index(found.state), found.max_abs_diff))
+        server = answers[verdicts.index(verdict)]
         # Also once when the canary is enough: names that match now can be trusted when it is not.
         if self._checksum_dtype is not None and (verdict.state != PROVED or self._trusted_names is None):
             transfer.evidence = self._checksums(self._checksum_dtype)

@@ -4,6 +4,8 @@
     (server       (server paused: requests in flight are frozen)            (server generates again)
      generates)
 
+An adapter (lora.py) is loaded beside the older ones, so nothing is paused then.
+
 Every call is checked and has a deadline. A failure says in which phase, at which version and what the server
 answered, and the server is resumed when it can be, so that a failed sync does not leave it frozen.
 """
@@ -18,6 +20,8 @@ import torch
 from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, WeightSyncError
 from asyncgrpo_core.sync.backend import Backend, Parameters, SyncControl, Transfer, dtype_name, select_backend
 from asyncgrpo_core.sync.canary import FAILED, Noise, Verdict, noise_for
+from asyncgrpo_core.sync.lora import AdapterVersions, LoraBackend
+from asyncgrpo_core.sync.lora_probe import AdapterProbe, PolicyAdapter
 from asyncgrpo_core.sync.proof import Prover
 from asyncgrpo_core.sync.reports import DeliveryError, Phases, SyncReport, SyncTotals, build_report, delivery_message
 
@@ -118,6 +122,8 @@ class Publisher:
         try:
             self.backend.connect()
             self._prover.before_first_sync()
+        except DeliveryError:
+            raise
         except AsyncGRPOError as error:
             raise self._error(version, phases, error) from error
         self._connected = True
@@ -130,15 +136,17 @@ class Publisher:
                 phases.current = "prepare"
                 transfer = self.backend.prepare(version, compare=compare)
             with phases.phase("pause"):
-                pausing = True
-                self._control.pause(mode="keep", clear_cache=self._clear_cache)
+                if transfer.pauses:
+                    pausing = True
+                    self._control.pause(mode="keep", clear_cache=self._clear_cache)
             with phases.phase("barrier"):
                 self._barrier()
             with phases.phase("transfer"):
                 self.backend.deliver(transfer)
-                phases.current = "resume"
-                pausing = False
-                self._control.resume()
+                if pausing:
+                    phases.current = "resume"
+                    pausing = False
+                    self._control.resume()
         except AsyncGRPOError as error:
             raise self._error(version, phases, error, resume=pausing) from error
         except BaseException:
@@ -196,6 +204,7 @@ def make_publisher(
     noise: Noise | None = None,
     barrier: Callable[[], None] | None = None,
     on_failed: Callable[[], None] | None = None,
+    adapters: tuple[AdapterVersions, PolicyAdapter] | None = None,
     **backend_options: Any,
 ) -> Publisher:
     """Choose the backend from devices and server, and make the publisher of this attempt.
@@ -210,29 +219,36 @@ def make_publisher(
         canary_ids: the canary prompt (token ids, at least two; see `canary.canary_token_ids`).
         parameters: yields (Hugging Face name, full tensor) of the policy as it is now.
         noise: replaces the table in `canary.noise_for`.
+        adapters: the run's adapter versions and the trainer's adapter: only the adapter is sent (`backend` is unused).
         backend_options: of the chosen backend (shm: directory, fault; nccl: host; ipc: packed).
         The others: see `Publisher`.
 
     Raises:
         ConfigError, ServerMismatchError: see `select_backend`.
     """
-    chosen = select_backend(
-        backend,
-        server_backend=_configured_backend(capabilities),
-        server_device=capabilities.device_type,
-        trainer_device=trainer_device,
-        same_gpu=same_gpu,
-    )
     server_dtype = dtype_name(capabilities.dtype)
     can_check = server_dtype is not None and "/weight_checker" in capabilities.routes
-    channel = _make_backend(chosen, control, parameters, timeout_s, backend_options)
+    noise = noise or noise_for(dtype_name(trainer_dtype), server_dtype)
+    if adapters is not None:
+        versions, adapter = adapters
+        probe = AdapterProbe(versions.store, adapter, score=score, canary_ids=canary_ids, noise=noise)
+        channel: Backend = LoraBackend(control, versions, probe, engines=capabilities.data_parallel_size or 1)
+    else:
+        chosen = select_backend(
+            backend,
+            server_backend=_configured_backend(capabilities),
+            server_device=capabilities.device_type,
+            trainer_device=trainer_device,
+            same_gpu=same_gpu,
+        )
+        channel = _make_backend(chosen, control, parameters, timeout_s, server_dtype, backend_options)
     prover = Prover(
         channel,
         control=control,
         parameters=parameters,
         score=score,
         canary_ids=canary_ids,
-        noise=noise or noise_for(dtype_name(trainer_dtype), server_dtype),
+        noise=noise,
         checksum_dtype=getattr(torch, server_dtype) if can_check and server_dtype else None,
     )
     return Publisher(
@@ -254,16 +270,22 @@ def _configured_backend(capabilities: Any) -> str | None:
 
 
 def _make_backend(
-    name: str, control: SyncControl, parameters: Parameters, timeout_s: float, options: dict[str, Any]
+    name: str,
+    control: SyncControl,
+    parameters: Parameters,
+    timeout_s: float,
+    server_dtype: str | None,
+    options: dict[str, Any],
 ) -> Backend:
     if name == "shm":
         from asyncgrpo_core.sync.shm import ShmBackend
 
         return ShmBackend(control, parameters, **options)
+    served_dtype = None if server_dtype is None else getattr(torch, server_dtype)
     if name == "nccl":
         from asyncgrpo_core.sync.nccl import NcclBackend
 
-        return NcclBackend(control, parameters, timeout_s=timeout_s, **options)
+        return NcclBackend(control, parameters, timeout_s=timeout_s, served_dtype=served_dtype, **options)
     from asyncgrpo_core.sync.ipc import IpcBackend
 
-    return IpcBackend(control, parameters, timeout_s=timeout_s, **options)
+    return IpcBackend(control, parameters, timeout_s=timeout_s, served_dtype=served_dtype, **options)

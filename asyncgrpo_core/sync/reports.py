@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncgrpo_core.errors import WeightSyncError
+from asyncgrpo_core.server.adapters import LORA_BACKEND
 from asyncgrpo_core.sync.backend import TensorEvidence, Transfer, name_list
 from asyncgrpo_core.sync.canary import UNVERIFIED, Verdict
 
@@ -114,7 +115,9 @@ def build_report(version: int, transfer: Transfer, verdict: Verdict | None, seco
 
 def delivery_message(version: int, backend: str, verdict: Verdict, tensors: TensorEvidence | None) -> tuple[str, str]:
     """The error for weights that did not arrive: which parameters differ, how far the canary is off."""
-    if verdict.differing and tensors is not None:
+    if backend == LORA_BACKEND:
+        which = f"its {'engine' if tensors is None or tensors.compared == 1 else 'engines'} loaded the adapter's folder"
+    elif verdict.differing and tensors is not None:
         which = f"these parameters differ from what was sent: {name_list(verdict.differing, tensors.compared)}"
     elif tensors is not None and tensors.missing:
         which = f"nothing was sent for the server's {name_list(tensors.missing)}"
@@ -127,6 +130,11 @@ def delivery_message(version: int, backend: str, verdict: Verdict, tensors: Tens
         f"Canary log-probabilities differ by up to {verdict.max_abs_diff:.3g} "
         f"(mean {verdict.mean_abs_diff:.3g}): {verdict.reason}."
     )
+    if backend == LORA_BACKEND:
+        return message, (
+            "Nothing generated from this server can be trained on. If another run sends merged weights to it, give "
+            "each run a server of its own; restart this one, whose base model may have been overwritten."
+        )
     fix = (
         "Nothing generated from this server can be trained on. Check that the server runs this asyncgrpo's plugin, "
         "serves the same model in the same dtype, and that ASYNCGRPO_SYNC_FAULT is not set in its environment."

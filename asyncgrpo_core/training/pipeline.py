@@ -21,6 +21,7 @@ from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.rollout.worker import RolloutWorker
 from asyncgrpo_core.slots import SlotBook
 from asyncgrpo_core.sync.fleet import FleetPublisher
+from asyncgrpo_core.sync.lora import AdapterVersions
 from asyncgrpo_core.sync.reports import SyncReport
 from asyncgrpo_core.training.checkpoint import RolloutState
 from asyncgrpo_core.training.clock import OverlapMeter
@@ -65,6 +66,7 @@ class Pipeline:
         self.counters = Counters()
         self.policy_version = 0
         self.publisher: FleetPublisher | None = None
+        self.adapters: AdapterVersions | None = None  # where a sync sends only the adapter
         self.worker: RolloutWorker | None = None
         self.ledger: LedgerWriter | None = None
         self.source: SampleSource | None = None
@@ -94,6 +96,7 @@ class Pipeline:
         servers = meet_servers(self.args, self.model_name, policy)
         self.token_budget = self.args.token_budget or servers.token_budget()
         self.worker_settings = servers.worker_settings()
+        self.adapters = servers.adapters
         samples = self._open_books(resumed)
         self.publisher = FleetPublisher(servers.sync_servers(), self._server_has)
         report = self.publisher.publish(self.policy_version, verify=True)
@@ -140,7 +143,7 @@ class Pipeline:
     def _start_worker(self, samples: list[TrainingSample]) -> None:
         args = self.args
         allowance = TokenAllowance(
-            max_staleness=args.max_staleness,
+            max_staleness=0 if args.synchronous else args.max_staleness,
             step_tokens=args.gradient_accumulation_steps * args.world_size * self.token_budget,
         )
         self.worker = RolloutWorker(
@@ -151,12 +154,15 @@ class Pipeline:
                 {sample.slot for sample in samples}, buffered_samples={sample.sample_id for sample in samples}
             )
             | {"loop_state": self._loop_state},
-            initial_allowance=allowance.value,
+            initial_allowance=0 if args.synchronous else allowance.value,
             initial_version=self.policy_version,
             log_path=self.run.run_dir / "logs" / "rollout.log",
+            lora_name=self.adapters.store.stem if self.adapters is not None else None,
             run_settings=self.worker_settings,
             **self.worker_arguments,
         )
+        if self.adapters is not None:
+            self.adapters.uses = self.worker
         assert self.ledger is not None
         self.source = SampleSource(
             buffer=self.buffer,
@@ -170,13 +176,14 @@ class Pipeline:
             version=lambda: self.policy_version,
             should_stop=self._should_stop,
             world_size=args.world_size,
+            synchronous=args.synchronous,
         )
         self.source.loop_state = self._loop_state
         self.source.preload(samples)
         self.ledger.write(self.book.drain_rows())
         for slot, generation in self.book.pending_regenerations():
             self.buffer.request_regeneration(slot, generation)
-        self.worker.set_allowance(allowance.value)
+        self.source.publish_allowance()
         self.worker.start()
         self.overlap = OverlapMeter(self.worker.in_flight)
         self.overlap.start()
@@ -225,6 +232,8 @@ class Pipeline:
         self.policy_version += 1
         self._unsynced_steps = 0
         self.worker.set_version(self.policy_version)
+        if self.adapters is not None:
+            self.adapters.retire(self.policy_version)
         record_sync(self.window, report, self.publisher)
         return report
 
@@ -272,6 +281,8 @@ class Pipeline:
         return {name: self.worker_arguments[name] for name in names} | {
             "run_settings": self.worker_settings,
             "server_versions": self.publisher.versions if self.publisher is not None else None,
+            "lora_name": self.adapters.store.stem if self.adapters is not None else None,
+            "model_version": self.policy_version,
         }
 
     def ledger_counts(self) -> dict[str, Any] | None:

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.tensor import DTensor
 
+from asyncgrpo_core.models.adapter_files import ProbeWeights, save_adapter, served_adapter
 from asyncgrpo_core.models.forward import score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
-from asyncgrpo_core.training.run_context import PolicyLink
+from asyncgrpo_core.training.run_context import AdapterLink, PolicyLink
 
 if TYPE_CHECKING:
+    from asyncgrpo_core.training.distributed import Ranks
     from asyncgrpo_core.training.trainer import AsyncGRPOTrainer
 
 _CANARY_TOKENS = 48
@@ -32,6 +34,26 @@ def policy_link(trainer: AsyncGRPOTrainer) -> PolicyLink:
         canary_ids=canary_tokens(trainer),
         dtype=str(dtype).removeprefix("torch."),
         device=trainer.args.device.type,
+        adapter=adapter_link(model, ranks),
+    )
+
+
+def adapter_link(model: Any, ranks: Ranks) -> AdapterLink | None:
+    """How the sync reaches the policy's adapter, on all ranks at once: its weights may be sharded."""
+    found = served_adapter(model)
+    if found is None:
+        return None
+    if found.obstacle is None:
+        probe = ProbeWeights(model)
+        ranks.on("save adapter", lambda folder: save_adapter(model, folder, write=ranks.is_leader))
+        ranks.on("set adapter probe", probe.set)
+        ranks.on("restore adapter", probe.restore)
+    return AdapterLink(
+        rank=found.rank,
+        obstacle=found.obstacle,
+        save=lambda folder: ranks.together("save adapter", folder),
+        set_probe=lambda share: ranks.together("set adapter probe", share),
+        restore=lambda: ranks.together("restore adapter"),
     )
 
 

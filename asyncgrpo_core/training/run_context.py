@@ -41,11 +41,27 @@ class Counters:
 
 
 @dataclass
+class AdapterLink:
+    """The adapter of the policy (models/adapter_files.py).
+
+    rank: the highest of its modules; obstacle: why a server cannot serve it, None when it can; save: writes it as it
+    is now under a folder, returns where exactly; set_probe, restore: random weights for a moment, see `AdapterProbe`.
+    """
+
+    rank: int
+    obstacle: str | None
+    save: Callable[[Path], Path]
+    set_probe: Callable[[float], None]
+    restore: Callable[[], None]
+
+
+@dataclass
 class PolicyLink:
     """How the pipeline reaches the policy that is being trained, without knowing torch.
 
     parameters: the current weights under Hugging Face names; score: the trainer's log-probabilities of
-    tokens 1..n-1 of a canary; canary_ids: that canary; dtype and device: torch's own names.
+    tokens 1..n-1 of a canary; canary_ids: that canary; dtype and device: torch's own names; adapter: None when all
+    weights are trained.
     """
 
     parameters: Callable[[], Iterable[tuple[str, Any]]]
@@ -53,6 +69,7 @@ class PolicyLink:
     canary_ids: list[int]
     dtype: str
     device: str
+    adapter: AdapterLink | None = None
 
 
 def count_one_more(sync: dict[str, Any]) -> dict[str, Any]:

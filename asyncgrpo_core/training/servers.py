@@ -12,7 +12,9 @@ from asyncgrpo_core.server.checks import ServerWants, check_server, returns_cand
 from asyncgrpo_core.server.control import ServerCapabilities, VLLMControl
 from asyncgrpo_core.server.generation import smallest_max_logprobs
 from asyncgrpo_core.sync.fleet import SyncServer
+from asyncgrpo_core.sync.lora import AdapterVersions
 from asyncgrpo_core.sync.publisher import Publisher, make_publisher
+from asyncgrpo_core.training.adapter_sync import adapter_versions, check_met_again
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.run_context import PolicyLink
 
@@ -28,6 +30,7 @@ class Servers:
     policy: PolicyLink
     controls: list[VLLMControl]
     capabilities: list[ServerCapabilities]
+    adapters: AdapterVersions | None = None  # where a sync sends only the adapter
 
     def max_model_len(self) -> int | None:
         """The shortest --max-model-len; None when none of them says."""
@@ -67,6 +70,8 @@ class Servers:
                 f"{len(self.controls)}.",
                 "Use 'nccl' (servers on other GPUs), or one server.",
             )
+        if self.adapters is not None:
+            self.adapters.start(self.controls)
         return [
             SyncServer(url, control, self._maker(control, capabilities))
             for url, control, capabilities in zip(self.args.server_urls, self.controls, self.capabilities, strict=True)
@@ -81,7 +86,10 @@ class Servers:
                 capabilities = at_start.pop()
             else:  # it may be another process by now, with other flags
                 capabilities = control.capabilities()
-                check_server(capabilities, wants_of(args, self.model_name, policy, capabilities))
+                only_adapter = self.adapters is not None
+                check_server(capabilities, wants_of(args, self.model_name, policy, capabilities, only_adapter))
+                if only_adapter:
+                    check_met_again(args, policy, capabilities)
             return make_publisher(
                 control=control,
                 capabilities=capabilities,
@@ -98,6 +106,7 @@ class Servers:
                 # GPUs' serial numbers at every transfer.
                 same_gpu="ipc" in (args.weight_sync_backend, capabilities.weight_transfer_backend),
                 on_failed=on_failed,
+                adapters=None if self.adapters is None else (self.adapters, policy.adapter),
             )
 
         return make
@@ -114,9 +123,10 @@ def meet_servers(args: AsyncGRPOConfig, model_name: str, policy: PolicyLink) -> 
     for control in controls:
         control.wait_until_ready(args.vllm_server_timeout)
     capabilities = [control.capabilities() for control in controls]
+    adapters = adapter_versions(args, policy, capabilities)
     for control, found in zip(controls, capabilities, strict=True):
         try:
-            warnings = check_server(found, wants_of(args, model_name, policy, found))
+            warnings = check_server(found, wants_of(args, model_name, policy, found, adapters is not None))
         except ServerMismatchError as error:
             if len(controls) == 1:
                 raise
@@ -125,22 +135,27 @@ def meet_servers(args: AsyncGRPOConfig, model_name: str, policy: PolicyLink) -> 
             logger.warning("%s%s", f"{control.base_url}: " if len(controls) > 1 else "", warning)
     for warning in differences(args.server_urls, capabilities):
         logger.warning("%s", warning)
-    return Servers(args, model_name, policy, controls, capabilities)
+    return Servers(args, model_name, policy, controls, capabilities, adapters)
 
 
 def wants_of(
-    args: AsyncGRPOConfig, model_name: str, policy: PolicyLink, capabilities: ServerCapabilities
+    args: AsyncGRPOConfig,
+    model_name: str,
+    policy: PolicyLink,
+    capabilities: ServerCapabilities,
+    only_adapter: bool = False,
 ) -> ServerWants:
     """What a run needs of a server, whose devices decide the backend where the config does not."""
+    backend = args.weight_sync_backend or capabilities.weight_transfer_backend
     return ServerWants(
         served_model_name=model_name,
         num_sampler_logprobs=args.num_sampler_logprobs if args.score_centering else 1,
         needed_len=args.max_completion_length + 1,
         dtype=policy.dtype,
         restricted_sampling=_restricted(args),
-        weight_transfer_backend=args.weight_sync_backend
-        or capabilities.weight_transfer_backend
-        or ("shm" if capabilities.device_type == "cpu" else "nccl"),
+        weight_transfer_backend=None
+        if only_adapter
+        else backend or ("shm" if capabilities.device_type == "cpu" else "nccl"),
     )
 
 

@@ -288,7 +288,7 @@ def test_the_pipeline_passes_versions_on_and_counts_servers_left_out():
             return SyncReport(version, True, 0.0, 1, 2, 3, 6, 4)
 
     pipeline = object.__new__(Pipeline)
-    pipeline.worker = None
+    pipeline.worker = pipeline.adapters = None
     pipeline._server_has(0, 2)  # before there is a worker: its own start takes the version
     pipeline.worker = SimpleNamespace(
         set_version=lambda v: told.append(v), set_server_version=lambda i, v: told.append((i, v))

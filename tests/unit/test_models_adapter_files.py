@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.models.adapter_files import probe_weights, save_adapter, served_adapter
+from asyncgrpo_core.models.adapter_files import ProbeWeights, save_adapter, served_adapter
 from tests.unit.policy_cases import tiny_policy
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
@@ -84,24 +83,36 @@ def test_probe_weights_move_the_policy_and_leave_no_trace():
     """A fresh adapter changes nothing (B is zero), so only a probe shows that a server applies adapters at all."""
     model = policy()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    plain, asked, inside = score_tokens(model, IDS), [], []
-    with probe_weights(model, lambda: asked.append(1) or distance(score_tokens(model, IDS), plain) > 0.05):
-        inside = score_tokens(model, IDS)
-    assert distance(inside, plain) > 0.05
-    assert len(asked) <= 3
+    plain, probe = score_tokens(model, IDS), ProbeWeights(model)
+    moved = []
+    for share in (0.05, 0.2, 0.8):
+        probe.set(share)
+        moved.append(distance(score_tokens(model, IDS), plain))
+    assert 0 < moved[0] < moved[1] < moved[2] and moved[2] > 0.1
+    probe.restore()
+    probe.restore()
     assert score_tokens(model, IDS) == plain
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_probe_weights_are_taken_back_after_an_error_too():
-    model = policy()
-    plain = score_tokens(model, IDS)
-    with pytest.raises(ZeroDivisionError), probe_weights(model, lambda: True):
-        raise ZeroDivisionError
-    assert score_tokens(model, IDS) == plain
-    with pytest.raises(ConfigError, match="does not change"), probe_weights(model, lambda: False):
-        pass
-    assert score_tokens(model, IDS) == plain
+def test_probe_weights_have_the_size_that_was_asked_for():
+    model = policy(r=4, lora_alpha=12, use_rslora=True)
+    probe = ProbeWeights(model)
+    probe.set(0.5)
+    layer = next(m for n, m in model.named_modules() if n.endswith("layers.0.mlp.up_proj"))
+    change, weight = layer.get_delta_weight("default").detach(), layer.get_base_layer().weight.detach()
+    ratio = float(change.pow(2).mean().sqrt() / weight.pow(2).mean().sqrt())
+    assert 0.3 < ratio < 0.8
+    probe.restore()
+
+
+def test_the_base_is_what_is_left_at_size_zero():
+    model = policy(init_lora_weights=False)
+    own, probe = score_tokens(model, IDS), ProbeWeights(model)
+    probe.set(0.0)
+    assert score_tokens(model, IDS) == pytest.approx(score_tokens(plain_policy(), IDS))
+    probe.restore()
+    assert score_tokens(model, IDS) == own
 
 
 def distance(a: list[float], b: list[float]) -> float:
