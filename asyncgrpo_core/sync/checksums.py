@@ -1,15 +1,17 @@
 """Compare the server's /weight_checker digests with those of the trainer's tensors (nccl and ipc).
 
-The server digests its own parameters (sha256 of the bytes): fused ones (qkv_proj = q, k, v along dimension 0),
-vocabularies padded with zeros, in the server's dtype. Layers that a kernel lays out differently do not match
-even when they are right; so a mismatch counts only for tensors that matched before (see `canary.judge`).
+The server digests its own parameters (sha256 of the bytes): fused ones (qkv_proj = q, k, v along dimension 0; the
+experts of a layer, one after the other), vocabularies padded with zeros, in the server's dtype. Layers that a kernel
+lays out differently do not match even when they are right; so a mismatch counts only for tensors that matched before
+(see `canary.judge`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 VOCABULARY_PADDING = 64
+# The experts of a layer: what one of each is made of, by the names that checkpoints have.
+_EXPERTS = re.compile(r"^(.*\bexperts)\.(?:routed_experts\.)?(w13|w2)_weight$")
+_EXPERT_PARTS = {"w13": (("gate_proj", "up_proj"), ("w1", "w3")), "w2": (("down_proj",), ("w2",))}
 
 
 def compare_checksums(
@@ -41,12 +46,14 @@ def compare_checksums(
         if match is not None and (int(match.group(4)) > 0 or int(match.group(3)) > 0):
             return None
         digests.setdefault(_RANK_PREFIX.sub("", key), set()).add(digest)
-    sent = dict(parameters)
+    # Experts sent one by one are copies that were made for the sending: not all of them at once on the GPU.
+    sent = {name: tensor.cpu() if ".experts." in name else tensor for name, tensor in parameters}
+    by_plain_name = {_plain(name): name for name in sent}
     differing: list[str] = []
     used: set[str] = set()
     compared = 0
     for name, held in digests.items():
-        parts = [part for part in _parts(name) if part in sent]
+        parts = [by_plain_name[part] for part in _parts(_plain(name), by_plain_name) if part in by_plain_name]
         if not parts or held == {_EMPTY}:
             continue
         used.update(parts)
@@ -64,13 +71,30 @@ def compare_checksums(
 _EMPTY = hashlib.sha256(b"").hexdigest()
 
 
-def _parts(name: str) -> tuple[str, ...]:
-    """The Hugging Face names that a server parameter is made of."""
+def _plain(name: str) -> str:
+    """Without the wrappers that only one side may have: "language_model.model.norm" and "model.language_model.norm"."""
+    return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
+
+
+def _parts(name: str, sent: Collection[str]) -> tuple[str, ...]:
+    """The plain names that a server parameter is made of, in their order in it."""
+    experts = _EXPERTS.match(name)
+    if experts is not None:
+        return _expert_parts(experts.group(1), _EXPERT_PARTS[experts.group(2)], sent)
     path, _, leaf = name.rpartition(".")
     parent, _, last = path.rpartition(".")
     if last not in FUSED:
         return (name,)
     return tuple(f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in FUSED[last])
+
+
+def _expert_parts(experts: str, namings: Iterable[tuple[str, ...]], sent: Collection[str]) -> tuple[str, ...]:
+    for naming in namings:
+        of_each = ([f"{experts}.{i}.{part}.weight" for part in naming] for i in itertools.count())
+        parts = [part for one in itertools.takewhile(lambda one: one[0] in sent, of_each) for part in one]
+        if parts:
+            return tuple(parts)
+    return ()
 
 
 def _expected(tensors: list[Tensor], dtype: torch.dtype) -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -79,3 +80,37 @@ def test_sharded_tensors_cannot_be_compared() -> None:
     sent = tensors()
     digests = server_digests(sent) | server_digests(sent, "dp0:pp0:pcp0:tp1:")
     assert compare_checksums(digests, sent.items(), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
+@pytest.mark.parametrize("inside", ["", "routed_experts."])
+def test_f138_the_experts_of_a_layer_are_one_parameter_of_the_server(names: tuple[str, str, str], inside: str) -> None:
+    """vLLM holds [experts, gate and up, hidden] and [experts, hidden, intermediate], under either name."""
+    generator = torch.Generator().manual_seed(2)
+    gate, up = torch.randn(3, 4, 8, generator=generator), torch.randn(3, 4, 8, generator=generator)
+    down = torch.randn(3, 8, 4, generator=generator)
+    layer = "model.layers.0.mlp.experts"
+    sent = {
+        f"{layer}.{e}.{name}.weight": stack[e]
+        for name, stack in zip(names, (gate, up, down), strict=True)
+        for e in range(3)
+    }
+    held = {"w13_weight": torch.cat([gate, up], dim=1), "w2_weight": down}
+    server = {f"{PREFIX}{layer}.{inside}{name}": digest(t.to(torch.bfloat16)) for name, t in held.items()}
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.compared == 9
+    other = sent | {f"{layer}.2.{names[1]}.weight": up[2] + 1}
+    evidence = compare_checksums(server, other.items(), torch.bfloat16)
+    assert evidence is not None
+    assert set(evidence.differing) == {f"{layer}.{e}.{name}.weight" for e in range(3) for name in names[:2]}
+
+
+def test_f189_the_text_model_of_a_vision_language_model_has_its_wrapper_elsewhere() -> None:
+    sent = {"model.language_model.norm.weight": torch.ones(8), "lm_head.weight": torch.zeros(64, 8)}
+    server = {
+        PREFIX + "language_model.model.norm.weight": digest(torch.ones(8, dtype=torch.bfloat16)),
+        PREFIX + "language_model.lm_head.weight": digest(torch.zeros(64, 8, dtype=torch.bfloat16)),
+        PREFIX + "visual.norm.weight": digest(torch.ones(8, dtype=torch.bfloat16)),
+    }
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.compared == 2
