@@ -21,8 +21,9 @@ Cost, against the same layer on a plain row of as many tokens:
     state         only final states that a child reads are kept, and only until the next depth is done
 
 Inside transformers' own PyTorch delta rule, each call is a loop over chunks of 64 tokens: a tree runs the longest
-segment of each depth in sequence, where a plain row runs all its tokens in sequence, T / 64 iterations. With `fla` the
-segments of a depth go end to end with `cu_seqlens`, without padding.
+segment of each depth in sequence, where a plain sequence runs all its tokens, T / 64 iterations. Counted for a forward
+of a layer: 62 kernels and 9 per iteration for one sample, with or without a plan; each further depth adds about 67 and
+9 per iteration. With `fla`, the segments of a depth go end to end with `cu_seqlens`, without padding.
 """
 
 from __future__ import annotations
