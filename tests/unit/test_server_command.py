@@ -168,11 +168,24 @@ def test_the_backend_decides_its_flag_and_environment():
     assert command.env["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
 
 
-def test_sampling_mask_only_on_a_gpu():
-    assert (
-        "--return-sampling-mask" in server_command(ServerConfig(), needs(device="cuda", return_sampling_mask=True)).argv
-    )
-    assert "--return-sampling-mask" not in server_command(ServerConfig(), needs(return_sampling_mask=True)).argv
+def test_f135_restricted_sampling_sets_both_flags_and_the_runner():
+    """F136: and the runner that can do it is chosen, whatever this vLLM would choose."""
+    command = server_command(ServerConfig(), needs(device="cuda", return_sampling_mask=True))
+    assert {"--return-sampling-mask", "--enable-scale-out"} <= set(command.argv)
+    assert command.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ({}, {"device": "cuda"}),  # nothing is restricted: the flag would refuse the requests
+        ({}, {"return_sampling_mask": True}),  # a CPU server cannot
+        ({"token_route": False}, {"device": "cuda", "return_sampling_mask": True}),  # only that route returns them
+    ],
+)
+def test_f135_no_sampling_mask_where_it_cannot_be_had_or_is_not_wanted(config, changes):
+    command = server_command(ServerConfig(**config), needs(**changes))
+    assert "--return-sampling-mask" not in command.argv and "VLLM_USE_V2_MODEL_RUNNER" not in command.env
 
 
 def test_extra_arguments_come_last_and_environment_wins():

@@ -172,6 +172,7 @@ def test_prompt_logprobs_picks_the_prompts_own_tokens(fake, control):
         "prompt": [4, 5, 6],
         "max_tokens": 1,
         "temperature": 1.0,
+        "top_k": 1,
         "prompt_logprobs": 0,
     }
     control.prompt_logprobs([4, 5, 6], model="adapter")
