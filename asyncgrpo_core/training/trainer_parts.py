@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from asyncgrpo_core.models.forward import install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
 from asyncgrpo_core.models.trunk import prepare_trunk
 from asyncgrpo_core.training.config import AsyncGRPOConfig
+
+logger = logging.getLogger(__name__)
 
 
 def name_of(model: str | PreTrainedModel) -> str:
@@ -27,11 +30,27 @@ def load_parts(
     model: str | PreTrainedModel, args: AsyncGRPOConfig, processing_class: Any, peft_config: Any
 ) -> tuple[Any, Any]:
     """The policy with its packed forward, and its tokenizer (loaded by the model's name when none is given)."""
+    keep_to_one_gpu(args)
     policy = load_policy(model, args, peft_config=peft_config)
     processing_class = load_processing_class(name_of(model) if processing_class is None else processing_class, args)
     install_packed_forward(policy, args.attention_backend)
     prepare_trunk(policy, args.trunk_kernels, device=args.device, world_size=args.world_size)
     return policy, processing_class
+
+
+def keep_to_one_gpu(args: AsyncGRPOConfig) -> None:
+    """A process that sees several GPUs trains on its own; transformers would copy the policy to all (DataParallel).
+
+    Copies would each get a part of a packed row, which means nothing; the other GPUs are the server's or other ranks'.
+    """
+    if args.n_gpu > 1:
+        logger.warning(
+            "%d GPUs are visible; this process trains on %s. CUDA_VISIBLE_DEVICES chooses one, torchrun starts a "
+            "process for each.",
+            args.n_gpu,
+            args.device,
+        )
+        args._n_gpu = 1
 
 
 def eos_token_ids(policy: Any, processing_class: Any) -> list[int]:
