@@ -114,14 +114,14 @@ def random_tokens(rng, n):
 
 def forks_at_every_depth():
     rng = np.random.default_rng(1)
-    trunk = random_tokens(rng, 9)
-    return [trunk] + [[*trunk[:n], (trunk[n] - 2) % VOCAB, *random_tokens(rng, 1 + n % 4)] for n in range(1, 9)]
+    trunk = random_tokens(rng, 8)
+    return [trunk] + [[*trunk[:n], (trunk[n] - 2) % VOCAB, *random_tokens(rng, 1 + n % 4)] for n in range(1, 8)]
 
 
 def several_roots():
     rng = np.random.default_rng(2)
     roots = [[3 + i, *random_tokens(rng, n)] for i, n in enumerate((0, 1, 5, 2))]
-    return [root + random_tokens(rng, int(rng.integers(1, 7))) for root in roots for _ in range(3)]
+    return [root + random_tokens(rng, int(rng.integers(1, 7))) for root in roots for _ in range(2)]
 
 
 def identical_and_nested():

@@ -19,8 +19,15 @@ def test_f129_a_tree_equals_its_samples_forwarded_alone(case, cut):
     compare(policy(case), policy(case), samples, CUTS[cut])
 
 
-@pytest.mark.parametrize("samples", ["identical_and_nested", "many_chunks", "unrelated"])
-@pytest.mark.parametrize("cut", ["as_it_branches", "short_segments"])
+@pytest.mark.parametrize(
+    ("samples", "cut"),
+    [
+        ("identical_and_nested", "as_it_branches"),
+        ("identical_and_nested", "short_segments"),
+        ("many_chunks", "as_it_branches"),
+        ("unrelated", "short_segments"),
+    ],
+)
 @float64_throughout()
 def test_f129_other_shapes_of_trie(samples, cut):
     compare(policy(), policy(), SAMPLES[samples], CUTS[cut])
