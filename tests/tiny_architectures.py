@@ -49,7 +49,11 @@ _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_
 # name -> (model class, config class, fields of the text config beside `_TEXT`)
 TEXT_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": False}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},  # no head_dim of its own
+    ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _EXPERTS),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {}),

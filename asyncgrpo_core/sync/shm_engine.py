@@ -143,8 +143,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         vLLM packs a Mixture-of-Experts layer for the CPU only while the layer has no kernel yet; a reload would put
         the plain weights where the kernel reads packed ones. So the kernel is made anew.
         """
-        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
-        kernels = {}
+        methods: list[Any] = [getattr(module, "quant_method", None) for module in self.model.modules()]
+        kernels: dict[Any, Any] = {}
         if self.device.type == "cpu":
             kernels = {m: m.moe_kernel for m in methods if getattr(m, "moe_kernel", None) is not None}
         for method in kernels:
