@@ -11,6 +11,7 @@ from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.launch.config import RunConfig
 from asyncgrpo_core.launch.dataset import load_heldout_rows, load_train_dataset
 from asyncgrpo_core.launch.imports import import_object
+from asyncgrpo_core.launch.placement import num_ranks
 from asyncgrpo_core.launch.reward_probe import check_picklable, reward_name
 from asyncgrpo_core.launch.run_folder import Attempt
 from asyncgrpo_core.launch.training_section import TrainingSection
@@ -153,6 +154,8 @@ def build_trainer(
     more: dict[str, Any] = {}
     if cfg.model.revision is not None:
         more["model_init_kwargs"] = {"revision": cfg.model.revision, **(cfg.training.model_init_kwargs or {})}
+    if num_ranks() > 1 and cfg.resources.sharding == "fsdp" and "fsdp" not in cfg.training.explicit():
+        more["fsdp"] = True
     args = training_args(cfg.training, output_dir=run_dir / "checkpoints", server_url=attempt.server_url, **more)
     trainer_class: type[AsyncGRPOTrainer] = AsyncGRPOTrainer
     if inputs.loop is not None:

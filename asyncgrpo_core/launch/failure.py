@@ -9,7 +9,7 @@ import pickle
 import traceback
 from pathlib import Path
 
-from asyncgrpo_core.errors import AsyncGRPOError
+from asyncgrpo_core.errors import AsyncGRPOError, RankLostError
 
 ERROR_FILE = "error.json"
 
@@ -18,26 +18,37 @@ class TrainerFailed(AsyncGRPOError):
     """The trainer process ended with an error that is none of this project's, or with none at all."""
 
 
-def write_error(run_dir: Path, error: BaseException) -> None:
-    """Write the error of this process for the flow, with its traceback; atomically."""
+def write_error(run_dir: Path, error: BaseException, rank: int = 0) -> None:
+    """Write the error of this process for the flow, with its traceback; atomically.
+
+    Ranks other than 0 write error-<rank>.json: their error may be why rank 0 has one too, or none.
+    """
     pickled = None
     if isinstance(error, AsyncGRPOError):
         pickled = base64.b64encode(pickle.dumps(error)).decode()
     record = {
         "type": type(error).__name__,
         "message": str(error),
+        "rank": rank,
         "exit_code": getattr(error, "exit_code", 1),
         "traceback": "".join(traceback.format_exception(error)),
         "pickle": pickled,
     }
-    path = run_dir / ERROR_FILE
+    path = run_dir / (ERROR_FILE if rank == 0 else f"error-{rank}.json")
     tmp = path.with_suffix(f".{os.getpid()}.tmp")
     tmp.write_text(json.dumps(record, indent=1), encoding="utf-8")
     tmp.replace(path)
 
 
 def clear_error(run_dir: Path) -> None:
-    (run_dir / ERROR_FILE).unlink(missing_ok=True)
+    for path in _error_files(run_dir):
+        path.unlink(missing_ok=True)
+
+
+def _error_files(run_dir: Path) -> list[Path]:
+    """The errors that the ranks left, the first one first: the others are often what it led to."""
+    found = [path for path in (run_dir / ERROR_FILE, *run_dir.glob("error-*.json")) if path.is_file()]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def read_error(run_dir: Path, exit_code: int | None, log_tail: list[str]) -> AsyncGRPOError:
@@ -48,22 +59,24 @@ def read_error(run_dir: Path, exit_code: int | None, log_tail: list[str]) -> Asy
         exit_code: of the child; negative when a signal ended it.
         log_tail: the last lines of its log, quoted when it left no error.
     """
-    path = run_dir / ERROR_FILE
-    if not path.is_file():
+    paths = _error_files(run_dir)
+    if not paths:
         how = f"was killed by signal {-exit_code}" if exit_code and exit_code < 0 else f"ended with {exit_code}"
         said = " | ".join(line.strip() for line in log_tail[-5:] if line.strip()) or "nothing"
         return TrainerFailed(
             f"The trainer process {how} and left no error; its log ends with: {said}.",
             f"Look at {run_dir / 'logs' / 'trainer-0.log'}; killed by signal 9 usually means out of memory.",
         )
-    record = json.loads(path.read_text(encoding="utf-8"))
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    record = next((record for record in records if record["type"] != RankLostError.__name__), records[0])
+    who = f"The trainer process failed{f' on rank {rank}' if (rank := record.get('rank', 0)) else ''}"
     if record["pickle"]:
         error = pickle.loads(base64.b64decode(record["pickle"]))  # written by our own child into our own folder
     else:
         message = " ".join(record["message"].split())
         error = TrainerFailed(
-            f"The trainer process failed with {record['type']}: {message}.",
-            f"The traceback is in {run_dir / 'logs' / 'trainer-0.log'}.",
+            f"{who} with {record['type']}: {message}.",
+            f"The traceback is in {run_dir / 'logs' / f'trainer-{rank}.log'}.",
         )
     error.add_note(record["traceback"])
     return error

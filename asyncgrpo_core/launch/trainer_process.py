@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -55,7 +56,7 @@ def start_trainer(cfg: RunConfig, run_dir: Path, placement: Placement) -> Traine
     clear_error(run_dir)
     (run_dir / PROGRESS_FILE).unlink(missing_ok=True)  # an earlier attempt's
     process = start_guarded(
-        [sys.executable, "-m", "asyncgrpo_core.launch.trainer_main", str(run_dir / CONFIG_FILE)],
+        trainer_command(run_dir, placement),
         name="trainer-0",
         run_dir=run_dir,
         log_path=run_dir / "logs" / "trainer-0.log",
@@ -66,13 +67,26 @@ def start_trainer(cfg: RunConfig, run_dir: Path, placement: Placement) -> Traine
     return TrainerProcess(process, run_dir, cfg.resources.stop_grace_s)
 
 
+def trainer_command(run_dir: Path, placement: Placement) -> list[str]:
+    """One process, or torchrun over one for each rank, which meet at a port of their own.
+
+    Rank 0 and torchrun itself write to trainer-0.log, the other ranks each to their own (trainer_main).
+    """
+    program = ["-m", "asyncgrpo_core.launch.trainer_main", str(run_dir / CONFIG_FILE)]
+    if placement.ranks == 1:
+        return [sys.executable, *program]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [sys.executable, *torchrun, "--nproc-per-node", str(placement.ranks), *program]
+
+
 def trainer_environment(cfg: RunConfig, placement: Placement) -> dict[str, str]:
     """The trainer's environment: its devices and threads, and an import path that has the working folder."""
     env = dict(os.environ)
-    env["OMP_NUM_THREADS"] = str(trainer_threads(cfg.resources))
+    env["OMP_NUM_THREADS"] = str(trainer_threads(cfg.resources, placement.ranks))
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, placement.trainer))
     env["PYTHONUNBUFFERED"] = "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
+    env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(cfg.resources.stop_grace_s))  # torchrun: from TERM to KILL
     paths = [str(Path.cwd()), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return env

@@ -51,9 +51,9 @@ class Ranks:
         return self._end is not None
 
     def open(self) -> None:
-        """Connect the ranks. Raises RankLostError when one is missing."""
+        """Connect the ranks; nothing when they are. Raises RankLostError when one is missing."""
         self._error_is_known = False
-        if self.world_size > 1:
+        if self.world_size > 1 and self._end is None:
             self._end = connect(self.rank, self.world_size, self._deadline_s)
 
     def on(self, name: str, handler: Callable[..., Any]) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -50,13 +49,17 @@ def load_model(folder: Path, model: nn.Module) -> None:
     Raises:
         CheckpointError: parameters are missing or of another shape.
     """
-    options = StateDictOptions(ignore_frozen_params=_is_adapted(model), strict=False)
+    wanted = _own_state(model)
     if is_sharded(folder):
-        state = get_model_state_dict(model, options=options)
-        _read_shards(folder / MODEL_SHARDS, {"model": state})
+        _read_shards(folder / MODEL_SHARDS, {"model": wanted})
     else:
-        state = _distributed(_plain_weights(folder, model), get_model_state_dict(model, options=options), folder)
-    set_model_state_dict(model, state, options=options)
+        wanted = _distributed(_plain_weights(folder, model), wanted, _aliases(model), folder)
+    if _is_adapted(model):
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, wanted, adapter_name=_adapter_of(model))
+    else:
+        set_model_state_dict(model, wanted)
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -124,37 +127,41 @@ def _read_shards(folder: Path, state: dict[str, Any]) -> None:
         ) from error
 
 
+def _own_state(model: Any) -> dict[str, Any]:
+    """What a checkpoint of `model` holds: all of it, or the adapter alone, under PEFT's own names."""
+    if not _is_adapted(model):
+        return get_model_state_dict(model)
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=_adapter_of(model))
+
+
 def _plain_weights(folder: Path, model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a plain checkpoint under the names of `model`'s own state."""
     from safetensors.torch import load_file
 
-    if not _is_adapted(model):
-        return {
-            name: value for file in sorted(folder.glob("model*.safetensors")) for name, value in load_file(file).items()
-        }
-    adapter = model.active_adapters[0]  # type: ignore[index, union-attr]
-    found = load_file(folder / "adapter_model.safetensors")
-    named = {}
-    for name, value in found.items():
-        prefix, _, last = name.rpartition(".")
-        named[f"{prefix}.{adapter}.{last}"] = value
-        named[name] = value
-    return named
+    files = sorted(folder.glob("adapter_model.safetensors" if _is_adapted(model) else "model*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
-def _distributed(found: dict[str, Tensor], wanted: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The found tensors, cut like the wanted ones; a tied tensor stands in the file once."""
-    by_storage: dict[int, list[str]] = {}
-    for name, value in wanted.items():
-        by_storage.setdefault(_storage_of(value), []).append(name)
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """All names of every parameter, by each of them: tied tensors have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: group for group in names.values() for name in group}
+
+
+def _distributed(
+    found: dict[str, Tensor], wanted: dict[str, Any], aliases: dict[str, list[str]], folder: Path
+) -> dict[str, Any]:
+    """The found tensors, cut like the wanted ones; a tied tensor stands in the file under one of its names."""
     state, missing = {}, []
-    for names in by_storage.values():
-        source = next((name for name in names if name in found), None)
-        if source is None or found[source].shape != wanted[source].shape:
-            missing.append(names[0])
-            continue
-        for name in names:
-            state[name] = _as_sharded(found[source].to(wanted[name].dtype), wanted[name])
+    for name, value in wanted.items():
+        source = next((found[alias] for alias in aliases.get(name, [name]) if alias in found), None)
+        if source is None or source.shape != value.shape:
+            missing.append(name)
+        else:
+            state[name] = _as_sharded(source.to(value.dtype), value)
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} parameters of this model or holds them in another shape: {missing[:3]}.",
@@ -163,16 +170,16 @@ def _distributed(found: dict[str, Tensor], wanted: dict[str, Any], folder: Path)
     return state
 
 
-def _storage_of(value: Tensor) -> int:
-    return (value.to_local() if isinstance(value, DTensor) else value).data_ptr()
-
-
 def _as_sharded(value: Any, like: Tensor) -> Any:
     """A full tensor cut like a sharded one of the same shape, without a collective; anything else as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     value = value.to(like.device)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _adapter_of(model: Any) -> str:
+    return model.active_adapters[0]
 
 
 def _is_adapted(model: nn.Module) -> bool:
