@@ -17,6 +17,7 @@ from asyncgrpo_core.models.moe import install_router_loss, router_balance, route
 from asyncgrpo_core.packing import pack_row
 from asyncgrpo_core.packing.trie_layout import tree_layout
 from tests.tiny_architectures import make_architecture
+from tests.unit import deltanet_cases
 from tests.unit.policy_cases import (
     assert_same_gradients,
     float64_throughout,
@@ -84,6 +85,15 @@ def test_f039_the_loss_of_one_sample_is_the_models_own_aux_loss(architecture):
     mine = {n: g for n, g in gradients(ours).items() if g.abs().max() > 0}
     assert any(name.endswith("gate.weight") for name in wanted)
     assert_same_gradients(mine, wanted, 1e-6)
+
+
+@float64_throughout()
+@pytest.mark.parametrize("architecture", ["qwen3_next", "qwen3_5_moe"])
+def test_f039_hybrids_with_gated_deltanet_have_it_too(architecture):
+    samples = forked_samples()
+    plain, model = deltanet_cases.policy(architecture), with_loss(deltanet_cases.policy(architecture))
+    got = model(**pack_row(samples, 0), temperature=1.0).aux_loss
+    torch.testing.assert_close(got, transformers_loss(plain, samples).to(got), rtol=1e-6, atol=0)
 
 
 @float64_throughout()
