@@ -125,6 +125,11 @@ class RowPlanner:
         """Samples taken and not yet in a closed micro-batch."""
         return [sample for row in self._rows for sample in row.samples]
 
+    @property
+    def open_tokens(self) -> int:
+        """Tokens that the open micro-batch forwards, over all ranks."""
+        return sum(row.num_tokens for row in self._rows)
+
     def add(self, sample: TrainingSample) -> Placement:
         """Place one sample; it may close the open micro-batch and start the next one."""
         if sample.sequence.num_tokens > self.token_budget:

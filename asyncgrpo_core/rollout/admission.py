@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+BUSY = -(2**62)  # what the worker reports in place of the allowance at which it stands idle
+
 
 class TokenAdmission:
     """Keeps generation from running ahead of training (reference, 'Staleness').
@@ -35,6 +37,11 @@ class TokenAdmission:
         if self._probing and self.in_progress:
             return False
         return self.produced + self.in_progress * self.group_estimate < self.allowance
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no group is in progress and none may start: nothing happens until the allowance is raised."""
+        return self.in_progress == 0 and not self.may_start()
 
     @property
     def probing(self) -> bool:

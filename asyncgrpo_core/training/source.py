@@ -38,6 +38,8 @@ class WorkerHandle(Protocol):
 
     def in_flight(self) -> int: ...
 
+    def is_idle(self) -> bool: ...
+
     def set_allowance(self, tokens: int) -> None: ...
 
 
@@ -71,6 +73,8 @@ class SampleSource:
         world_size: rows per micro-batch.
         version: the current policy version (number of weight syncs done).
         should_stop: asked while waiting; True ends the wait without a step.
+        synchronous: generate only while a step is being formed. The worker is shut out as soon as the rows are full,
+            and the step is handed out when its last group has ended; what did not fit waits for the next step.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class SampleSource:
         version: Callable[[], int],
         should_stop: Callable[[], bool],
         world_size: int = 1,
+        synchronous: bool = False,
     ) -> None:
         self.buffer, self.book, self.ledger, self.window, self.worker = buffer, book, ledger, window, worker
         self.allowance = allowance
@@ -96,12 +101,19 @@ class SampleSource:
         self.loop_state: Any = None  # the newest state of a custom loop
         self.wait_s = 0.0  # of the step being formed
         self._granted_and_waiting = False  # tokens were granted, and nothing has come since
+        self._forming: Step = []
+        self._synchronous, self._shut, self._shuttings = synchronous, synchronous, 0
 
     def preload(self, samples: Iterable[TrainingSample]) -> None:
         """Put a checkpoint's buffered samples at the head of the queue."""
         samples = list(samples)
         self.pending.extend(samples)
-        self.allowance.preloaded += sum(s.sequence.num_tokens for s in samples)
+        self.allowance.preloaded += _tokens(samples)
+
+    def publish_allowance(self) -> None:
+        """Tell the worker how far it may go: nowhere while it is shut out."""
+        # Each shutting has a number of its own, so that the worker's answer to an earlier one is not taken for it.
+        self.worker.set_allowance(-self._shuttings if self._shut else self.allowance.value)
 
     def next_step(self, num_microbatches: int) -> Step | None:
         """The micro-batches of a step; None when asked to stop before it was full.
@@ -112,13 +124,18 @@ class SampleSource:
             RolloutError: the worker failed, died or hangs.
         """
         self.wait_s = 0.0
+        self._open()
         step: Step = []
+        self._forming = step
         for _ in range(num_microbatches):
             microbatch = self._next_microbatch()
             if microbatch is None:
                 self._put_back(_samples(step))
                 return None
             step.append(microbatch)
+        if not self._wait_until_shut():
+            self._put_back(_samples(step))
+            return None
         self.window.add("rollout/queue_size", len(self.pending))
         self.window.add("perf/rollout_wait_s", self.wait_s)
         return step
@@ -136,12 +153,12 @@ class SampleSource:
         self._used_up(step)
 
     def _used_up(self, step: Step) -> None:
-        used = sum(sample.sequence.num_tokens for sample in _samples(step))
+        used = _tokens(_samples(step))
         self.ledger.write(self.book.drain_rows())
         self.allowance.consumed += used
         self.allowance.step_tokens = used
         self.allowance.granted = 0
-        self.worker.set_allowance(self.allowance.value)
+        self.publish_allowance()
 
     def drain(self) -> None:
         """Take what the worker has put into the buffer: metrics to the window, outcomes to the book."""
@@ -165,6 +182,7 @@ class SampleSource:
         waiting_since: float | None = None
         last_check = time.monotonic()
         while True:
+            is_idle = self._synchronous and self.worker.is_idle()  # asked before what it has made is taken
             self.drain()
             closed = self._fill(planner)
             if closed is not None:
@@ -177,10 +195,48 @@ class SampleSource:
             if now - last_check > _CHECK_EVERY_S:
                 self.worker.check()
                 last_check = now
-            if now - waiting_since > _STARVED_AFTER_S:
+            if is_idle:
+                self._grant_missing(planner)
+            elif not self._synchronous and now - waiting_since > _STARVED_AFTER_S:
                 self._feed_starving()
             time.sleep(_POLL_S)
             self.wait_s += time.monotonic() - now
+
+    # synchronous steps
+
+    def _open(self) -> None:
+        if self._shut:
+            self._shut = False
+            self.publish_allowance()
+
+    def _wait_until_shut(self) -> bool:
+        """Shut the worker out and wait for the groups that it has begun; False when asked to stop meanwhile."""
+        if not self._synchronous:
+            return True
+        self._shut = True
+        self._shuttings += 1
+        self.publish_allowance()
+        last_check = time.monotonic()
+        while not self.worker.is_idle():
+            now = time.monotonic()
+            if self._should_stop():
+                return False
+            if now - last_check > _CHECK_EVERY_S:
+                self.worker.check()
+                last_check = now
+            time.sleep(_POLL_S)
+            self.wait_s += time.monotonic() - now
+        self.drain()
+        return True
+
+    def _grant_missing(self, planner: RowPlanner) -> None:
+        """Let an idle worker make what the open micro-batch lacks."""
+        capacity, forwarded = self.token_budget * self.world_size, planner.open_tokens
+        counted = _tokens(planner.open_samples)
+        # samples that share tokens fill it slower than they count
+        missing = max(1, (capacity - forwarded) * counted // forwarded) if forwarded else capacity
+        produced = self.allowance.consumed - self.allowance.preloaded + counted + _tokens(_samples(self._forming))
+        self._grant(max(1, produced + missing - self.allowance.value))
 
     def _fill(self, planner: RowPlanner) -> MicroBatch | None:
         """Move pending samples into the planner; the micro-batch once a sample does not fit any more."""
@@ -213,15 +269,18 @@ class SampleSource:
         if self._granted_and_waiting or self.worker.in_flight() != 0 or self.buffer.size != 0:
             return
         self._granted_and_waiting = True
-        self.allowance.granted += self.token_budget * self.world_size
-        self.worker.set_allowance(self.allowance.value)
+        self._grant(self.token_budget * self.world_size)
+
+    def _grant(self, tokens: int) -> None:
+        self.allowance.granted += tokens
+        self.publish_allowance()
 
     def _drop(self, sample: TrainingSample, reason: str, counter: str) -> None:
         self.window.add(counter, 1)
         self.allowance.consumed += sample.sequence.num_tokens
         self._regenerate(self.book.sample_dropped(sample, reason))
         self.ledger.write(self.book.drain_rows())
-        self.worker.set_allowance(self.allowance.value)
+        self.publish_allowance()
 
     def _regenerate(self, request: tuple[Slot, int] | None) -> None:
         if request is not None:
@@ -230,3 +289,8 @@ class SampleSource:
 
 def _samples(step: Step) -> list[TrainingSample]:
     return [sample for microbatch in step for sample in microbatch.samples]
+
+
+def _tokens(samples: Iterable[TrainingSample]) -> int:
+    """As the worker counts them: each sample whole."""
+    return sum(sample.sequence.num_tokens for sample in samples)

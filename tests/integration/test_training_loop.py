@@ -335,3 +335,50 @@ def test_f180_two_environments_mixed_by_a_column_train_together(vllm_server, tmp
     assert 0 <= logs["rewards/AskEnv/mean"] <= 1 and -2 <= logs["rewards/TellEnv/mean"] <= -1
     assert "rewards/digit_reward/mean" in logs and logs["env/reward_s"] >= 0
     assert made.summary()["ledger"]["lost"] == 0
+
+
+def test_synchronous_steps_overlap_with_nothing_and_train_fresh_samples(vllm_server, tmp_path):
+    """F017, F019: with max_staleness=0 every sample is of the newest policy; nothing is in flight while it trains."""
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.look()
+
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            self.look()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.look()  # after the sync
+
+        def look(self):
+            seen.append((made.pipeline.worker.in_flight(), made.pipeline.worker.is_idle()))
+
+    seen = []
+    made = trainer(
+        vllm_server,
+        tmp_path,
+        max_steps=4,
+        gradient_accumulation_steps=2,
+        synchronous=True,
+        max_staleness=0,
+        callbacks=[Watch()],
+        save_strategy="no",
+    )
+    made.train()
+    assert seen == [(0, True)] * 12
+    summary = made.summary()
+    assert summary["global_step"] == 4 and summary["throughput"]["overlap_frac"] == 0.0
+    assert summary["weight_sync"]["count"] == summary["weight_sync"]["verified"] == 4
+    logs = [entry for entry in made.state.log_history if "loss" in entry]
+    assert [entry["sample/staleness_max"] for entry in logs] == [0, 0, 0, 0]
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
+    assert all(entry["batch/microbatches_per_step"] == 2 for entry in logs)
+    assert summary["ledger"]["lost"] == 0 and summary["ledger"]["trained_twice"] == 0
+
+
+def test_f019_max_staleness_0_goes_on_with_fresh_samples(vllm_server, tmp_path):
+    made = trainer(vllm_server, tmp_path, max_steps=4, max_staleness=0, save_strategy="no")
+    made.train()
+    logs = [entry for entry in made.state.log_history if "loss" in entry]
+    assert [entry["sample/staleness_max"] for entry in logs] == [0, 0, 0, 0]
+    assert made.summary()["ledger"]["lost"] == 0
