@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncgrpo_core.errors import AsyncGRPOError, ConfigError
 from asyncgrpo_core.launch.config import RunConfig
@@ -19,6 +19,9 @@ from asyncgrpo_core.launch.placement import Placement, place
 from asyncgrpo_core.launch.reward_probe import check_picklable, probe_reward, reward_name
 from asyncgrpo_core.launch.run_folder import RUNS_FOLDER
 from asyncgrpo_core.launch.vllm_server import plan_server
+
+if TYPE_CHECKING:
+    from asyncgrpo_core.server.capabilities import ServerCapabilities
 
 FAIL_EXIT_CODE = 2
 SERVER_WAIT_S = 5.0
@@ -256,8 +259,27 @@ def _check_running_server(cfg: RunConfig, url: str, exam: Examination) -> None:
             dtype=training.dtype,
             restricted_sampling=training.top_k > 0 or training.top_p < 1 or bool(training.min_p),
         )
-        for warning in check_server(control.capabilities(), wants):
+        capabilities = control.capabilities()
+        for warning in check_server(capabilities, wants):
             exam.warn("server settings", f"{url}: {warning}" if len(cfg.server.urls) > 1 else warning)
+        _check_adapter(cfg, url, capabilities, exam)
+
+
+def _check_adapter(cfg: RunConfig, url: str, capabilities: ServerCapabilities, exam: Examination) -> None:
+    """Whether a running server can take the adapter alone; merged weights are sent where it cannot."""
+    from asyncgrpo_core.server.adapters import LORA_BACKEND, AdapterWants, adapter_sync_obstacle, check_adapter_flags
+
+    if cfg.model.lora is None or cfg.training.weight_sync_backend not in (None, LORA_BACKEND):
+        return
+    wants = AdapterWants(rank=cfg.model.lora.r, max_staleness=cfg.training.max_staleness)
+    obstacle = adapter_sync_obstacle(wants, [capabilities], [url])
+    if not obstacle:
+        check_adapter_flags(wants, capabilities)
+        exam.ok("adapter", f"{url} takes the adapter alone")
+    elif cfg.training.weight_sync_backend == LORA_BACKEND:
+        exam.fail("adapter", f"training.weight_sync_backend is 'lora', but {obstacle}")
+    else:
+        exam.ok("adapter", f"full weights with the adapter merged are sent: {obstacle}")
 
 
 def _check_port(host: str, port: int | None) -> None:

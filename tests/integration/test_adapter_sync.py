@@ -25,6 +25,7 @@ from tests.integration.test_training_loop import digit_reward, trainer
 pytestmark = [pytest.mark.integration, pytest.mark.slow]  # a server of its own: 20 s
 
 STALENESS = 2
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,10 @@ class Watch(TrainerCallback):
 def test_f139_f143_f144_only_the_adapter_is_sent_and_old_versions_go(lora_server, tmp_path):
     cache = tmp_path / "checkpoints" / ".vllm_lora"
     watch = Watch(lora_server, cache)
-    made = adapter_trainer(lora_server, tmp_path, max_steps=10, callbacks=[watch])
+    made = adapter_trainer(lora_server, tmp_path, max_steps=STEPS, callbacks=[watch])
     made.train()
     sync = made.summary()["weight_sync"]
-    assert (sync["backend"], sync["count"], sync["verified"], sync["unverified"]) == ("lora", 10, 10, 0)
+    assert (sync["backend"], sync["count"], sync["verified"], sync["unverified"]) == ("lora", STEPS, STEPS, 0)
     assert sync["max_abs_logp_diff"] < 1e-3
     for done, (listed, folders) in enumerate(zip(watch.listed, watch.folders, strict=True), 1):
         assert done in listed and listed == sorted(set(listed))
@@ -85,9 +86,9 @@ def test_f139_f143_f144_only_the_adapter_is_sent_and_old_versions_go(lora_server
         assert set(range(max(done - STALENESS, 0), done + 1)) <= set(listed)
         assert set(listed) <= set(folders), "a listed adapter whose folder is gone would end the engine"
         assert len(folders) <= STALENESS + 3
-    assert min(watch.folders[-1]) >= 10 - STALENESS - 2
-    assert list(lora_server.control.adapters()) == [made.pipeline.adapters.store.name(10)]
-    body = lora_server.control.prompt_logprobs([5, 6, 7, 8], model=made.pipeline.adapters.store.name(10))
+    assert min(watch.folders[-1]) >= STEPS - STALENESS - 2
+    assert list(lora_server.control.adapters()) == [made.pipeline.adapters.store.name(STEPS)]
+    body = lora_server.control.prompt_logprobs([5, 6, 7, 8], model=made.pipeline.adapters.store.name(STEPS))
     assert len(body) == 3
 
 
@@ -101,7 +102,7 @@ def test_f143_a_request_goes_on_under_its_version_while_the_next_ones_are_loaded
             body = {
                 "model": name,
                 "token_ids": [5, 6, 7],
-                "sampling_params": {"max_tokens": 400, "ignore_eos": True, "temperature": 0},
+                "sampling_params": {"max_tokens": 100, "ignore_eos": True, "temperature": 0},
             }
             url = f"{lora_server.base_url}/inference/v1/generate"
             self.thread = threading.Thread(target=lambda: replies.append(httpx.post(url, json=body, timeout=60.0)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.errors import ConfigError, ServerMismatchError
 from asyncgrpo_core.launch import placement
+from asyncgrpo_core.launch.doctor import Examination, _check_adapter
 from asyncgrpo_core.launch.loading import parse_config
 from asyncgrpo_core.launch.placement import Placement, place
 from asyncgrpo_core.launch.vllm_server import plan_server
 from tests.unit.test_launch_placement import CPU, config
+from tests.unit.test_server_adapters import cap_of
 from tests.unit.test_server_command import flag
 
 LORA = ["model.lora.r=12", "server.port=5555"]
@@ -77,3 +79,29 @@ def test_the_resolved_config_says_the_same_again():
     cfg = config([*LORA, "training.weight_sync_backend=lora"])
     again = parse_config(cfg.model_dump(exclude_unset=True), None, source="again")
     assert again.server.enable_lora is True and again.training.weight_sync_backend == "lora"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "level", "words"),
+    [
+        ([], {}, "ok", "takes the adapter alone"),
+        ([], {"enable_lora": False}, "ok", "merged are sent: http://a:1 was started without --enable-lora"),
+        (["training.weight_sync_backend=lora"], {"routes": frozenset()}, "fail", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+    ],
+)
+def test_doctor_says_what_a_running_server_takes(overrides, changes, level, words):
+    exam = Examination()
+    cfg = config(["model.lora.r=4", "server.url=http://a:1", *overrides])
+    _check_adapter(cfg, "http://a:1", cap_of(**changes), exam)
+    (finding,) = exam.findings
+    assert (finding.level, finding.check) == (level, "adapter") and words in finding.text
+
+
+def test_doctor_names_the_values_to_restart_a_running_server_with():
+    cfg = config(["model.lora.r=40", "server.url=http://a:1"])
+    with pytest.raises(ServerMismatchError) as caught:
+        _check_adapter(cfg, "http://a:1", cap_of(max_loras=5), Examination())
+    assert "--max-lora-rank 64 --max-loras 6" in caught.value.fix
+    quiet = Examination()
+    _check_adapter(config(["server.url=http://a:1"]), "http://a:1", cap_of(max_loras=5), quiet)
+    assert quiet.findings == []
