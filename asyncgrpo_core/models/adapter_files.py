@@ -161,7 +161,9 @@ def _adapted(model: Any) -> list[tuple[str, Any]]:
 
     base = causal_model(model)
     frozen = outside_text_model(base)
-    found = [(name, module) for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
+    found: list[tuple[str, Any]] = [
+        (n, module) for n, module in base.named_modules() if isinstance(module, BaseTunerLayer)
+    ]
     return [(name, m) for name, m in found if not any(f"{name}.{key}" in frozen for key, _ in m.named_parameters())]
 
 

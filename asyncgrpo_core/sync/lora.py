@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -71,7 +72,7 @@ class AdapterVersions:
         self._backends: list[LoraBackend] = []
         self._unloaded: list[int] = []  # folders that the next sync removes
 
-    def start(self, controls: list[AdapterControl]) -> None:
+    def start(self, controls: Sequence[AdapterControl]) -> None:
         """Unload what earlier attempts left at the servers, then remove their folders."""
         for control in controls:
             self.forget_leftovers(control)

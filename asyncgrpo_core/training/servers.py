@@ -106,7 +106,7 @@ class Servers:
                 # GPUs' serial numbers at every transfer.
                 same_gpu="ipc" in (args.weight_sync_backend, capabilities.weight_transfer_backend),
                 on_failed=on_failed,
-                adapters=None if self.adapters is None else (self.adapters, policy.adapter),
+                adapters=(self.adapters, policy.adapter) if self.adapters and policy.adapter else None,
             )
 
         return make
