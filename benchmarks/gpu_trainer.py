@@ -107,9 +107,10 @@ def build(size: str, dtype: torch.dtype, device: str) -> nn.Module:
 
 def trunk(model: Any, row: dict[str, Tensor], backend: str) -> Tensor:
     plan = RowPlan.from_segments(row["cu_segments"], row["parents"], backend)
+    filler = flex.padded_length(plan.num_tokens) - plan.num_tokens if backend == "flex" else 0  # as the packed forward
     return model.model(
-        input_ids=row["input_ids"],
-        position_ids=row["position_ids"],
+        input_ids=nn.functional.pad(row["input_ids"], (0, filler)),
+        position_ids=nn.functional.pad(row["position_ids"], (0, filler)),
         attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=row["input_ids"].device),
         use_cache=False,
         packed_attention=plan,

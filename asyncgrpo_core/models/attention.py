@@ -74,7 +74,7 @@ def choose_backend(
         load_kernel(hub_attention_kernel(traits))
         return Choice("hub", f"{hub_attention_kernel(traits)} fits {traits.name}")
     except HubUnavailable as error:
-        local = "varlen" if softcap is None else "flex"
+        local = "flex" if flex.usable() or softcap is not None else "varlen"
         logger.warning("attention_backend='auto' uses %r: the hub's kernel is not to be had (%s)", local, error)
         return Choice(local, "the kernel hub could not serve this machine")
 

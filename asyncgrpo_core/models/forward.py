@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import deltanet
 from asyncgrpo_core.models.attention import PACKED_ATTENTION, choose_backend, compute_dtype
+from asyncgrpo_core.models.attention_backends import flex
 from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
 from asyncgrpo_core.models.moe import router_loss
 from asyncgrpo_core.models.row_plan import RowPlan
-from asyncgrpo_core.models.support import current_device_traits
+from asyncgrpo_core.models.support import current_device_traits, dense_attention_layers
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ def _packed_forward(
     **_rest: Any,  # what only the loss reads, and the defaults that PEFT's forward adds
 ) -> PolicyOutput:
     plan = RowPlan.from_segments(cu_segments, parents, _backend(model, input_ids.device))
+    if plan.backend == "flex" and dense_attention_layers(model.config.get_text_config()):
+        input_ids, position_ids = _filled(input_ids, position_ids)
     with router_loss(model) as aux_loss_of_row:
         hidden = _decoder(model)(
             input_ids=input_ids,
@@ -135,6 +138,12 @@ def _packed_forward(
         candidates=None if candidate_ids is None or candidate_offsets is None else (candidate_ids, candidate_offsets),
     )
     return PolicyOutput(logprobs, entropy, top if top_ids.shape[1] else None, aux_loss)
+
+
+def _filled(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The row with filler tokens up to the length that FlexAttention computes at; nobody reads them."""
+    missing = flex.padded_length(input_ids.shape[1]) - input_ids.shape[1]
+    return nn.functional.pad(input_ids, (0, missing)), nn.functional.pad(position_ids, (0, missing))
 
 
 def _backend(model: PreTrainedModel, device: torch.device) -> str:

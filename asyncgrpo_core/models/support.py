@@ -70,6 +70,15 @@ def hub_attention_kernel(device: DeviceTraits) -> str:
     return "kernels-community/flash-attn4" if device.blackwell else "kernels-community/flash-attn3"
 
 
+def dense_attention_layers(text_config: Any) -> bool:
+    """Whether every layer is attention and a dense block: nothing but attention looks at other tokens of a row, and
+    nothing branches on data (routers count tokens, recurrent layers carry a state along them).
+    """
+    if any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return False
+    return set(_layer_types(text_config)) <= set(_PACKED_LAYERS)
+
+
 def check_transformers(version: str | None = None) -> None:
     """Raises ConfigError below `MIN_TRANSFORMERS`. `version` defaults to the installed one."""
     installed = version or transformers.__version__

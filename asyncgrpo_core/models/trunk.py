@@ -17,6 +17,7 @@ from torch import nn
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.forward import causal_model
+from asyncgrpo_core.models.support import dense_attention_layers
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,7 @@ def choose_trunk(
         return "eager", "the model carries an adapter"
     if world_size > 1:
         return "eager", "compiled layers were not measured over several ranks"
-    kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    experts = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if experts or not kinds <= {"full_attention", "sliding_attention"}:
+    if not dense_attention_layers(text_config):
         return "eager", "experts and recurrent layers branch on data, where a compiler gains nothing"
     return "compile", "every layer is attention and a dense block on a CUDA device"
 

@@ -159,9 +159,9 @@ def test_the_block_mask_marks_full_and_partial_blocks_rightly(name, window):
 
 def test_padded_lengths_are_few_and_close():
     lengths = {flex.padded_length(n) for n in range(8193, 16385)}
-    assert len(lengths) == 8
+    assert len(lengths) == 16
     for n in (1, 127, 128, 129, 5000, 23376, 79488, 10**6):
-        assert n <= flex.padded_length(n) <= max(1.125 * n, n + 127) and flex.padded_length(n) % flex.BLOCK == 0
+        assert n <= flex.padded_length(n) <= max(1.0625 * n, n + 127) and flex.padded_length(n) % flex.BLOCK == 0
 
 
 def test_the_default_scale_is_one_over_root_of_the_head_size():
@@ -226,13 +226,14 @@ def no_hub(monkeypatch):
         raise HubUnavailable(f"{repository}: no route to host")
 
     monkeypatch.setattr(attention_module, "load_kernel", unavailable)
+    monkeypatch.setattr(flex, "usable", lambda: True)
 
 
 @pytest.mark.parametrize(
     ("case", "want"),
     [
-        ({}, "varlen"),
-        ({"dtype": torch.float16}, "varlen"),
+        ({}, "flex"),
+        ({"dtype": torch.float16}, "flex"),
         ({"softcap": 30.0}, "flex"),
         ({"dtype": torch.float32}, "flex"),
         ({"head_dim": 512}, "flex"),
@@ -246,9 +247,14 @@ def test_auto_follows_device_dtype_and_model_when_the_hub_is_away(no_hub, case, 
 
 def test_a_hub_that_cannot_be_reached_gives_one_warning_that_says_why(no_hub, caplog):
     with caplog.at_level(logging.WARNING):
-        assert choose().backend == "varlen"
+        assert choose().backend == "flex"
     (record,) = caplog.records
     assert "kernels-community/flash-attn3: no route to host" in record.getMessage()
+
+
+def test_without_a_compiler_for_flex_attention_auto_takes_varlen(no_hub, monkeypatch):
+    monkeypatch.setattr(flex, "usable", lambda: False)
+    assert choose().backend == "varlen"
 
 
 def test_auto_takes_the_hubs_kernel_where_it_can_be_had(monkeypatch):

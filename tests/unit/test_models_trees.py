@@ -7,6 +7,7 @@ that need more than attention is in test_models_deltanet.py).
 import pytest
 import torch
 
+from asyncgrpo_core.models import forward as forward_module
 from asyncgrpo_core.models.forward import PolicyOutput, install_packed_forward
 from asyncgrpo_core.packing import pack_row
 from tests.unit.policy_cases import (
@@ -80,3 +81,29 @@ def test_a_row_without_parents_is_a_row_of_roots():
     want = model(**row, temperature=1.0).logprobs
     del row["parents"]
     torch.testing.assert_close(model(**row, temperature=1.0).logprobs, want, rtol=0, atol=0)
+
+
+def test_filler_tokens_of_flex_rows_are_read_by_nobody(monkeypatch):
+    """The row is padded before the layers, where every layer would otherwise pad; `flex` runs densely on a CPU."""
+    row, model = pack_row(sharing_samples(), 4), install_packed_forward(tiny_policy())
+    want = model(**row, temperature=1.0)
+    monkeypatch.setattr(forward_module, "_backend", lambda model, device: "flex")
+    lengths = []
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
+    with torch.no_grad():
+        got = model(**row, temperature=1.0)
+    hook.remove()
+    assert lengths == [128]
+    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.entropy, want.entropy, rtol=1e-6, atol=1e-6)
+
+
+def test_a_router_does_not_see_filler_tokens(monkeypatch):
+    row, model = pack_row(sharing_samples(), 4), install_packed_forward(tiny_policy("qwen3_moe"))
+    monkeypatch.setattr(forward_module, "_backend", lambda model, device: "flex")
+    lengths = []
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
+    with torch.no_grad():
+        model(**row, temperature=1.0)
+    hook.remove()
+    assert lengths == [row["input_ids"].shape[1]]

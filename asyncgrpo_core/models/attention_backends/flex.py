@@ -1,7 +1,9 @@
 """torch's FlexAttention (CUDA): a block mask says who sees whom, so no key or value is copied per descendant.
 
-Compiled kernels are made for exact shapes. Rows differ in length, so queries, keys and values are padded to one of a
-few lengths (`padded_length`), each of which compiles once; `compiled_shapes` counts them.
+Compiled kernels are made for exact shapes: kernels for any length were a third slower. Rows differ in length, so they
+are padded to one of a few lengths (`padded_length`), each of which compiles once; `compiled_shapes` counts them. Where
+it can, the packed forward pads the row itself (a filler token sees itself alone); otherwise queries, keys and values
+are padded here, in every layer.
 
 The block mask is computed from the segments with a few operations on [blocks, blocks] arrays: with the last and first
 row index of a block of queries and the smallest and largest `subtree_end` of a block of keys, a block is fully visible
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._triton import has_triton
 
 from asyncgrpo_core.models.attention_backends.call import AttentionCall
 from asyncgrpo_core.models.row_plan import RowPlan
@@ -26,12 +29,17 @@ from asyncgrpo_core.models.row_plan import RowPlan
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-# A padded length is at most an eighth longer than its row, and an octave of lengths has eight of them.
-_LENGTHS_PER_OCTAVE = 8
+# A padded length is at most a sixteenth longer than its row, and an octave of lengths has sixteen of them.
+_LENGTHS_PER_OCTAVE = 16
 # Shapes x (plain, window, softcap) x (with and without gradient): dynamo stops compiling at 8 unless told otherwise.
 _RECOMPILE_LIMIT = 64
 
 compiled_shapes: set[tuple[Any, ...]] = set()
+
+
+def usable() -> bool:
+    """Whether torch has the compiler that makes FlexAttention's kernels; without it a row's scores would be dense."""
+    return has_triton()
 
 
 def padded_length(num_tokens: int) -> int:
@@ -44,7 +52,7 @@ def padded_length(num_tokens: int) -> int:
 def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Compiled on a GPU, torch's eager (dense) evaluation of the same mask on a CPU."""
     num_tokens, window = query.shape[2], call.effective_window()
-    length = padded_length(num_tokens)
+    length = padded_length(call.plan.num_tokens)
     mask = block_mask(call.plan, window)
     q, k, v = (F.pad(x, (0, 0, 0, length - num_tokens)) if length > num_tokens else x for x in (query, key, value))
     function: Any = flex_attention
