@@ -123,7 +123,26 @@ def test_f039_gradient_checkpointing_changes_nothing():
     assert_same_gradients(got, wanted, 1e-9)
 
 
-def test_f039_checkpointing_keeps_no_logits(monkeypatch):
+def test_f039_compiled_layers_give_the_same_loss():
+    """trunk_kernels="compile" wraps whole layers, router and hook included."""
+    row = pack_row(forked_samples(), 0)
+    plain, compiled = (with_loss(make_architecture("qwen3_moe", num_hidden_layers=1)) for _ in range(2))
+    compiled.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in compiled.model.layers:
+        layer.compile(backend="eager", dynamic=True)
+    found = []
+    for model in (plain, compiled):
+        out = model(**row, temperature=1.0)
+        out.aux_loss.backward()
+        found.append((out.aux_loss.item(), gradients(model)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    routers = [name for name in found[0][1] if name.endswith("gate.weight")]
+    assert len(routers) == 1
+    for name in routers:
+        torch.testing.assert_close(found[1][1][name], found[0][1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_f039_checkpointing_keeps_no_logits():
     """What lives from forward to backward is two numbers per expert and layer, not [tokens, experts]."""
     model = with_loss(make_architecture("qwen3_moe"))
     row = pack_row(some_samples(count=12), 0)
