@@ -26,7 +26,7 @@ from asyncgrpo_core.sync.lora_store import AdapterStore
 logger = logging.getLogger(__name__)
 
 _REVOKE_WAIT_S = 5.0  # for rollouts whose version is taken away to end
-_CLOSE_S = 10.0
+_UNLOAD_S = 5.0
 
 
 class AdapterControl(Protocol):
@@ -90,17 +90,22 @@ class AdapterVersions:
         if version not in self.registered:
             self.registered = sorted([*self.registered, version])
 
-    def make_room(self) -> None:
-        """Before the next version is loaded: no more than the servers' --max-loras, the next one included."""
+    def left(self, backend: LoraBackend) -> None:
+        self._backends = [b for b in self._backends if b is not backend]
+
+    def make_room(self, version: int) -> None:
+        """Before `version` is loaded: no more than the servers' --max-loras, the new one included."""
+        if version in self.registered:  # another server of the fleet holds it, so there was room
+            return
         excess = len(self.registered) + 1 - self._limit
         deadline = time.monotonic() + _REVOKE_WAIT_S
-        for version in self.registered[: max(excess, 0)]:
-            self._revoke(version)
-            while self._in_use(version) and time.monotonic() < deadline:
+        for old in self.registered[: max(excess, 0)]:
+            self._revoke(old)
+            while self._in_use(old) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            if self._in_use(version):
-                logger.warning("Rollouts of policy version %d have not ended; it is unloaded nevertheless.", version)
-            self._unload(version)
+            if self._in_use(old):
+                logger.warning("Rollouts of policy version %d have not ended; it is unloaded nevertheless.", old)
+            self._unload(old)
 
     def retire(self, newest: int) -> None:
         """After rollouts start under `newest`: unload what is out of the window and not named any more."""
@@ -165,7 +170,7 @@ class LoraBackend:
         self._versions.joined(self)
 
     def prepare(self, version: int, *, compare: bool) -> Transfer:
-        self._versions.make_room()
+        self._versions.make_room(version)
         folder = self._versions.store.write(version)
         name = self._versions.store.name(version)
         return Transfer(
@@ -187,18 +192,22 @@ class LoraBackend:
     def discard(self, transfer: Transfer) -> None:
         """The folder stays until the version is retired."""
 
-    def unload(self, version: int) -> None:
-        """Make the version unknown; a server that does not answer is met anew before it is asked again."""
+    def unload(self, version: int) -> bool:
+        """Make the version unknown; False when the server did not answer (it is met anew before it is asked again)."""
         self._holds.discard(version)
         try:
-            self.control.unload_adapter(self._versions.store.name(version), timeout_s=_CLOSE_S)
+            self.control.unload_adapter(self._versions.store.name(version), timeout_s=_UNLOAD_S)
         except AsyncGRPOError as error:
             logger.warning("Policy version %d could not be unloaded: %s", version, error)
+            return False
+        return True
 
     def close(self) -> None:
         """Leave the newest version at the server, as a merged sync leaves the newest weights."""
+        self._versions.left(self)
         for version in self._versions.registered[:-1]:
-            self.unload(version)
+            if not self.unload(version):
+                break
 
     def _load(self, version: int) -> None:
         if version in self._holds:  # met during this very sync

@@ -169,6 +169,47 @@ def test_every_server_gets_every_version(tmp_path):
     assert run.servers[0].names == run.servers[1].names
 
 
+def test_f143_a_fleet_loads_at_every_server_before_anything_is_unloaded(tmp_path):
+    """With the least --max-loras: the first server holds the new version when room is made for it at the second."""
+    run = Run(tmp_path, [AdapterServer(), AdapterServer()], max_staleness=1, max_loras=3)
+    run.sync()
+    run.uses.held = {0}
+    everything: list[str] = []
+    for index, server in enumerate(run.servers):
+        server.calls = _Tee(everything, index)
+    run.sync()
+    assert everything == ["0 load 2", "1 load 2"]
+    assert run.servers[1].versions == [0, 1, 2] and run.uses.held == set()
+    run.sync()
+    assert [call for call in everything[2:] if "load 0" in call or "load 3" in call] == [
+        "0 unload 0", "1 unload 0", "0 load 3", "1 load 3"
+    ]  # fmt: skip
+
+
+class _Tee(list):
+    """Calls of one server, also written into a list of all."""
+
+    def __init__(self, everything: list[str], index: int) -> None:
+        super().__init__()
+        self._everything, self._index = everything, index
+
+    def append(self, call: tuple[str, str]) -> None:
+        super().append(call)
+        if call[0] != "score":
+            self._everything.append(f"{self._index} {call[0]} {call[1].rpartition('-v')[2]}")
+
+
+def test_a_server_that_is_left_out_is_not_waited_for(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("asyncgrpo_core.sync.fleet._HANGING_SHARE", 0.0)
+    run = Run(tmp_path, [AdapterServer(), AdapterServer()], max_staleness=0)
+    run.servers[1].healthy = False
+    run.sync()
+    caplog.clear()
+    run.sync()
+    assert "could not be unloaded" not in caplog.text, "nobody asks it"
+    assert run.servers[0].versions == [2]
+
+
 def test_a_server_that_comes_back_gets_the_versions_that_rollouts_may_name(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncgrpo_core.sync.fleet._HANGING_SHARE", 0.0)
     run = Run(tmp_path, [AdapterServer(), AdapterServer()], max_staleness=2)
