@@ -61,7 +61,7 @@ class AsyncGRPOTrainer(RankedTrainer):
         processing_class: tokenizer; None loads the model's. Left padding; the pad token falls back to eos.
         callbacks: added to the default ones.
         optimizers: (optimizer, scheduler); None entries get the defaults.
-        peft_config: wraps the model in an adapter; merged weights are sent to the server.
+        peft_config: wraps the model in an adapter; a server with --enable-lora gets it alone, others merged weights.
         tools: module-level functions the model may call.
         environment_factory: callable, or dict of callables by the "environment" column, that makes an environment.
         run: run folder and served name when a launcher owns them (beyond the reference, keyword only).
