@@ -337,6 +337,11 @@ def test_f180_two_environments_mixed_by_a_column_train_together(vllm_server, tmp
     assert made.summary()["ledger"]["lost"] == 0
 
 
+def spread_reward(completion_ids, **kwargs):
+    """Different for nearly all different replies, whatever the policy says."""
+    return [float(sum(ids) % 13) for ids in completion_ids]
+
+
 def test_synchronous_steps_overlap_with_nothing_and_train_fresh_samples(vllm_server, tmp_path):
     """F017, F019: with max_staleness=0 every sample is of the newest policy; nothing is in flight while it trains."""
 
@@ -357,7 +362,9 @@ def test_synchronous_steps_overlap_with_nothing_and_train_fresh_samples(vllm_ser
     made = trainer(
         vllm_server,
         tmp_path,
+        reward=spread_reward,
         max_steps=4,
+        token_budget=100,
         gradient_accumulation_steps=2,
         synchronous=True,
         max_staleness=0,
@@ -377,7 +384,8 @@ def test_synchronous_steps_overlap_with_nothing_and_train_fresh_samples(vllm_ser
 
 
 def test_f019_max_staleness_0_goes_on_with_fresh_samples(vllm_server, tmp_path):
-    made = trainer(vllm_server, tmp_path, max_steps=4, max_staleness=0, save_strategy="no")
+    settings = {"reward": spread_reward, "token_budget": 100, "save_strategy": "no"}
+    made = trainer(vllm_server, tmp_path, max_steps=4, max_staleness=0, **settings)
     made.train()
     logs = [entry for entry in made.state.log_history if "loss" in entry]
     assert [entry["sample/staleness_max"] for entry in logs] == [0, 0, 0, 0]
