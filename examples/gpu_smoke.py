@@ -241,6 +241,8 @@ def train(options: argparse.Namespace, size: Size, policy: Path, run_dir: Path, 
             vllm_server_base_url=url,
             vllm_server_timeout=options.sync_timeout,
             weight_sync_backend=options.backend,
+            attention_backend=options.attention_backend,
+            trunk_kernels=options.trunk_kernels,
             use_cpu=options.device == "cpu",
             save_strategy="no",
             disable_tqdm=True,
@@ -312,6 +314,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--server-url", help="a server that runs already and serves this policy under the name 'policy'"
     )
+    parser.add_argument("--attention-backend", default="auto", help="training.attention_backend")
+    parser.add_argument("--trunk-kernels", default="auto", help="training.trunk_kernels")
     parser.add_argument("--run-dir", type=Path, help="kept; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds until the server is healthy")
