@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+import time
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_a_trainer_that_starves_beside_an_idle_worker_grants_one_row(rig, monkey
 
 
 def test_a_row_of_shared_tokens_is_granted_for_until_it_is_full(rig, monkeypatch):
-    """Samples that share their tokens fill a row slower than they count against the allowance: one grant does not do."""
+    """Samples that share their tokens fill a row slower than they count against the allowance: one grant is not it."""
     monkeypatch.setattr("asyncgrpo_core.training.source._STARVED_AFTER_S", 0.0)
     r = rig(token_budget=40, max_staleness=1)
 
@@ -278,3 +279,22 @@ def test_a_skipped_step_is_final_in_the_ledger_and_does_not_hold_the_worker_back
         assert db.execute("select count(*) from trainings").fetchone() == (0,)
     assert counts(r.ledger.path)["dropped"]["non_finite"] == 1
     assert audit(r.ledger.path) == []
+
+
+def test_f090_waiting_for_samples_is_timed_and_a_full_queue_costs_nothing(rig):
+    r = rig(token_budget=10)
+    r.put(make_record(0), make_record(1))
+    began = time.monotonic()
+    r.source.next_step(1)
+    assert r.window.reduce()["perf/rollout_wait_s"] == 0.0
+
+    def stop():  # asked at every poll; the missing group comes after 60 ms
+        if time.monotonic() - began > 0.06 and not late:
+            late.append(1)
+            r.put(make_record(2))
+        return False
+
+    late, began, r.stop = [], time.monotonic(), stop
+    r.source.next_step(1)
+    elapsed = time.monotonic() - began
+    assert 0.05 < r.window.reduce()["perf/rollout_wait_s"] <= elapsed
