@@ -22,7 +22,7 @@ from asyncgrpo_core.models import deltanet
 from asyncgrpo_core.models.attention import PACKED_ATTENTION, choose_backend, compute_dtype
 from asyncgrpo_core.models.attention_backends import flex
 from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
-from asyncgrpo_core.models.moe import router_loss
+from asyncgrpo_core.models.moe import router_balance, router_loss
 from asyncgrpo_core.models.row_plan import RowPlan
 from asyncgrpo_core.models.support import current_device_traits, dense_attention_layers
 
@@ -112,7 +112,8 @@ def _packed_forward(
     **_rest: Any,  # what only the loss reads, and the defaults that PEFT's forward adds
 ) -> PolicyOutput:
     plan = RowPlan.from_segments(cu_segments, parents, _backend(model, input_ids.device))
-    if plan.backend == "flex" and dense_attention_layers(model.config.get_text_config()):
+    fillable = dense_attention_layers(model.config.get_text_config()) and router_balance(model) is None
+    if plan.backend == "flex" and fillable:
         input_ids, position_ids = _filled(input_ids, position_ids)
     with router_loss(model) as aux_loss_of_row:
         hidden = _decoder(model)(

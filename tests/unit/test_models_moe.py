@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models import forward
 from asyncgrpo_core.models.forward import install_packed_forward
 from asyncgrpo_core.models.moe import install_router_loss, router_balance, router_coefficient
 from asyncgrpo_core.packing import pack_row
@@ -121,6 +122,18 @@ def test_f039_gradient_checkpointing_changes_nothing():
     (plain, wanted), (checkpointed, got) = result(False), result(True)
     assert checkpointed == pytest.approx(plain, rel=1e-12)
     assert_same_gradients(got, wanted, 1e-9)
+
+
+def test_f039_filler_tokens_of_a_back_end_do_not_count(monkeypatch):
+    """FlexAttention pads dense models' rows; a router must see the row alone, whatever the config calls its experts."""
+    row = pack_row(forked_samples(), 0)
+    monkeypatch.setattr(forward, "dense_attention_layers", lambda config: True)
+    found = []
+    for backend in ("sdpa", "flex"):
+        monkeypatch.setattr(forward, "_backend", lambda model, device, backend=backend: backend)
+        model = with_loss(make_architecture("qwen3_moe")).requires_grad_(False)  # it has no backward on a CPU
+        found.append(model(**row, temperature=1.0).aux_loss.item())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_f039_compiled_layers_give_the_same_loss():
