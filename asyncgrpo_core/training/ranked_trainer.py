@@ -59,7 +59,8 @@ class RankedTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log(logs, start_time)
-        self._agree_on_control()  # an `on_log` may have asked for a checkpoint
+        if "loss" in logs:  # the loop's own log, on every rank; an `on_log` may have asked for a checkpoint
+            self._agree_on_control()
 
     def _agree_on_control(self) -> None:
         """What the callbacks of rank 0 decided holds on every rank: only there are metrics, and every signal counts."""

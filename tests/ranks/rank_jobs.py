@@ -15,7 +15,8 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from asyncgrpo_core.errors import ServerError, WeightSyncError
+from asyncgrpo_core.errors import NonFiniteError, ServerError, WeightSyncError
+from asyncgrpo_core.launch.stopping import StopSignal
 from tests.ranks.rank_parts import Watch, make_trainer, parameters_of
 
 
@@ -64,6 +65,12 @@ def adapter(model: str, out: str, plain_checkpoint: str | None = None) -> None:
 class OnRankZero(TrainerCallback):
     """Asks for a checkpoint at the first log, and for the end at the second: on rank 0 alone, where metrics are."""
 
+    trainer: Any = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if args.process_index == 0:
+            self.trainer.log({"something/else": 1.0})  # on one rank only: nobody else need do anything
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if args.process_index == 0 and "loss" in (logs or {}):
             control.should_save = state.global_step == 1
@@ -84,7 +91,8 @@ def agree(model: str, out: str) -> None:
     """Decisions that are made on one rank: where every rank ended, and what it thinks of it."""
     folder, found = Path(out), {}
     AcceleratorState._reset_state()
-    one = make_trainer(Path(model), folder / "callback", callbacks=[OnRankZero()])
+    decides = OnRankZero()
+    one = decides.trainer = make_trainer(Path(model), folder / "callback", callbacks=[decides])
     one.train()
     found["callback"] = [one.state.global_step, one.stop_reason]
     AcceleratorState._reset_state()
@@ -160,6 +168,25 @@ def lose(model: str, out: str) -> None:
         (Path(out) / f"lost-{os.environ['RANK']}.json").write_text(json.dumps([type(error).__name__, str(error)]))
 
 
+def stopped(model: str, out: str) -> None:
+    """Waits for samples of the second step until a signal comes, as a run does that is stopped."""
+    stop = StopSignal()
+    stop.install()
+    trainer: Any = make_trainer(Path(model), Path(out) / "stopped", fsdp=True)
+    stop.arm(trainer.request_stop)
+
+    def wait(number: int) -> None:
+        if number == 1:
+            (Path(out) / "waiting").touch()
+            while not trainer._should_stop():
+                time.sleep(0.02)
+
+    trainer.pipeline.on_plan = wait
+    trainer.train()
+    found = [trainer.state.global_step, trainer.stop_reason]
+    (Path(out) / f"stopped-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
 def everything(model: str, out: str, plain_checkpoint: str) -> None:
     """All of it in one start: importing torch and transformers takes longer than the runs."""
     parity(model, out, plain_checkpoint)
@@ -167,6 +194,27 @@ def everything(model: str, out: str, plain_checkpoint: str) -> None:
     agree(model, out)
     fail(model, out)
     lose(model, out)
+
+
+def nonfinite(model: str, out: str) -> None:
+    """Rank 1's row of the second micro-batch is poisoned: once in the middle of a run, then until the run ends."""
+    for kind, poisoned in (("ddp", (1,)), ("fsdp", (0, 1))):
+        AcceleratorState._reset_state()
+        folder = Path(out) / kind
+        more = {"fsdp": True} if kind == "fsdp" else {}
+        trainer = make_trainer(Path(model), folder, max_nonfinite_steps=2, **more)
+        for number in poisoned:
+            row = trainer.pipeline.steps[number][1].rows[-1]
+            next(s for s in row if s.sequence.num_trained).advantage = float("nan")
+        error = ""
+        try:
+            trainer.train()
+        except NonFiniteError as raised:
+            error = str(raised)
+        rank = trainer.args.process_index
+        found = {"error": error, "skipped": trainer.pipeline.skipped, "history": trainer.state.log_history}
+        found["parameters"] = parameters_of(trainer)
+        torch.save(found, Path(out) / f"nonfinite-{kind}-{rank}.pt")
 
 
 if __name__ == "__main__":

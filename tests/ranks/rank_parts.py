@@ -207,9 +207,31 @@ def parameters_of(trainer: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def on_ranks(world_size: int, job: str, *arguments: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess:
+def start_ranks(world_size: int, job: str, *arguments: str) -> subprocess.Popen[str]:
     """Run `tests/ranks/rank_jobs.py JOB ARGUMENTS` on several ranks of this machine under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(world_size), "-m", "tests.ranks.rank_jobs", job, *arguments]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def on_ranks(world_size: int, job: str, *arguments: str, timeout_s: float = 270.0) -> tuple[int, str]:
+    """As `start_ranks`, to the end: exit code and what was written."""
+    torchrun = start_ranks(world_size, job, *arguments)
+    try:
+        out, err = torchrun.communicate(timeout=timeout_s)
+    finally:
+        end(torchrun)
+    return torchrun.returncode, out[-2000:] + err[-6000:]
+
+
+def end(torchrun: subprocess.Popen[str]) -> None:
+    """TERM, which torchrun hands on to its ranks, then KILL; nothing when it has ended."""
+    if torchrun.poll() is None:
+        torchrun.terminate()
+        try:
+            torchrun.wait(45)
+        except subprocess.TimeoutExpired:
+            torchrun.kill()
+            torchrun.wait(10)

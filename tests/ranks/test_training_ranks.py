@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from asyncgrpo_core.errors import CheckpointError
 from asyncgrpo_core.manifest import problem_with
 from asyncgrpo_core.training.sharded_checkpoint import load_model
 from tests.ranks.rank_jobs import adapter, train
-from tests.ranks.rank_parts import PER_STEP, make_trainer, on_ranks, steps
+from tests.ranks.rank_parts import PER_STEP, end, make_trainer, on_ranks, start_ranks, steps
 from tests.tiny_model import write_model
 
 # float64, but Qwen3's norms compute in float32: a last digit there is 1e-7, and Adam makes 3e-6 of it
@@ -52,8 +52,8 @@ def two(folder, one) -> Path:
     return folder
 
 
-def succeed(done: subprocess.CompletedProcess) -> None:
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+def succeed(done: tuple[int, str]) -> None:
+    assert done[0] == 0, done[1]
 
 
 def load(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
@@ -182,6 +182,23 @@ def test_every_rank_does_what_one_rank_decided(two, folder):
     assert found[0] == found[1] == {"callback": [2, None], "signal": [1, "SIGTERM"]}
     assert problem_with(folder / "callback" / "checkpoint-1") is None
     assert problem_with(folder / "signal" / "checkpoint-1") is None
+
+
+def test_a_signal_to_torchrun_stops_every_rank_after_the_same_step(folder):
+    torchrun = start_ranks(2, "stopped", str(folder / "model"), str(folder))
+    try:
+        deadline = time.monotonic() + 200
+        while not (folder / "waiting").exists():
+            assert torchrun.poll() is None and time.monotonic() < deadline, torchrun.communicate(timeout=60)[1]
+            time.sleep(0.1)
+        torchrun.terminate()
+        torchrun.communicate(timeout=60)
+    finally:
+        end(torchrun)
+    assert torchrun.returncode != 0
+    found = [json.loads((folder / f"stopped-{rank}.json").read_text()) for rank in (0, 1)]
+    assert found == [[2, "SIGTERM"]] * 2
+    assert problem_with(folder / "stopped" / "checkpoint-2") is None
 
 
 def test_an_error_on_rank_zero_is_raised_on_every_rank(two, folder):
