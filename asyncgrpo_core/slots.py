@@ -113,11 +113,8 @@ class SlotBook:
         self._settle(entry)
 
     def sample_dropped(self, sample: TrainingSample, reason: str) -> Regeneration | None:
-        """The trainer gave this sample up.
-
-        Args:
-            reason: "stale" (too many weight syncs old), "oversize" (longer than a row) or "non_finite" (its step had
-                a loss or gradient that is not finite and was skipped).
+        """The trainer gave this sample up: "stale" (too many weight syncs old), "oversize" (longer than a row) or
+        "non_finite" (its step's loss or gradient was not, and was skipped).
 
         Returns:
             What to ask the worker to generate again: when every sample of the group ended stale.

@@ -74,7 +74,7 @@ class NonFiniteGuard:
             norm = norm.full_tensor()
         self._norm = norm.detach() if isinstance(norm, Tensor) else torch.tensor(float(norm))
 
-    def keep_out(self, optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
+    def keep_out(self, optimizer: Any, scaler: Any = None) -> None:
         """Before the optimizer step: take its gradients away when the step must not reach the weights."""
         if self.decide(None if scaler is None else scaler.get_scale()):
             optimizer.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient
