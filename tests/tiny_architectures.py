@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.tiny_model import write_tokenizer
@@ -104,9 +105,16 @@ def make_architecture(
     return model.to(dtype).train()
 
 
-def write_architecture(folder: Path, name: str, *, seed: int = 0) -> Path:
-    """Save such a model in float32 with a tokenizer; returns `folder`."""
+def write_architecture(folder: Path, name: str, *, seed: int = 0, **fields: Any) -> Path:
+    """Save such a model in float32 with a tokenizer, as it would be published; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
-    make_architecture(name, seed=seed).save_pretrained(folder)
+    make_architecture(name, seed=seed, **fields).save_pretrained(folder)
+    if name == "qwen3_vl_moe":  # published as [experts, inputs, outputs], which transformers saves the other way round
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for key in tensors:
+            if ".experts." in key:
+                tensors[key] = tensors[key].transpose(1, 2).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
     return folder

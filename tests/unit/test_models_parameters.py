@@ -5,14 +5,14 @@ import weakref
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import parameters
 from asyncgrpo_core.models.forward import install_packed_forward, score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
-from tests.tiny_architectures import NAMES, make_architecture
+from tests.tiny_architectures import NAMES, make_architecture, write_architecture
 from tests.unit.policy_cases import tiny_policy
 
 IDS = [3, 8, 1, 1, 12, 5]
@@ -103,13 +103,7 @@ def test_f138_the_experts_of_a_loaded_checkpoint_are_sent_one_by_one(tmp_path):
 
 def test_f138_experts_that_are_published_the_other_way_round_are_sent_so(tmp_path):
     """Qwen3-VL-MoE: what a published checkpoint holds is what is sent after it was loaded."""
-    make_architecture("qwen3_vl_moe", hidden_size=48).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    published = load_file(file)
-    for name in published:
-        if ".experts." in name:
-            published[name] = published[name].transpose(1, 2).contiguous()
-    save_file(published, file, metadata={"format": "pt"})
+    published = load_file(write_architecture(tmp_path, "qwen3_vl_moe", hidden_size=48) / "model.safetensors")
     sent = dict(iter_server_parameters(AutoModelForImageTextToText.from_pretrained(tmp_path)))
     assert sent["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 48, 64)
     assert sent.keys() == {name for name in published if not name.startswith("model.visual.")}
