@@ -216,14 +216,14 @@ def start_ranks(world_size: int, job: str, *arguments: str) -> subprocess.Popen[
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def on_ranks(world_size: int, job: str, *arguments: str, timeout_s: float = 270.0) -> subprocess.CompletedProcess[str]:
-    """As `start_ranks`, to the end."""
+def on_ranks(world_size: int, job: str, *arguments: str, timeout_s: float = 270.0) -> tuple[int, str]:
+    """As `start_ranks`, to the end: exit code, and the last of what was written."""
     torchrun = start_ranks(world_size, job, *arguments)
     try:
         out, err = torchrun.communicate(timeout=timeout_s)
     finally:
         end(torchrun)
-    return subprocess.CompletedProcess(torchrun.args, torchrun.returncode, out, err)
+    return torchrun.returncode, out[-2000:] + err[-6000:]
 
 
 def end(torchrun: subprocess.Popen[str]) -> None:
