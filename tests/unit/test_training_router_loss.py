@@ -12,10 +12,10 @@ from asyncgrpo_core.packing.planner import MicroBatch
 from asyncgrpo_core.training.loss_sums import LossSums
 from asyncgrpo_core.training.router_loss import add_router_loss
 from asyncgrpo_core.training.row_shares import shares_of
+from tests.ranks.rank_parts import make_trainer
 from tests.tiny_architectures import make_architecture
 from tests.tiny_model import write_tokenizer
 from tests.unit.policy_cases import make_sample
-from tests.unit.rank_parts import make_trainer
 
 
 def output(aux_loss: float | None) -> PolicyOutput:
