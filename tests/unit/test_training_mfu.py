@@ -88,6 +88,7 @@ def hand_model():
 def test_f093_operations_of_a_trie_row_by_hand():
     """Prompt of 3 with completions of 2 and 2: 3 - 1 shared tokens, as in the reference's picture: 8 of 10."""
     a, b = make_sample(0), make_sample(0, rollout=1)
+    a.sequence.token_ids = np.array([1, 2, 3, 4, 5], np.int32)
     b.sequence.token_ids = np.array([1, 2, 3, 8, 9], np.int32)
     assert segments_of([a, b]).tolist() == [[0, 2], [2, 5], [2, 5]]
     flops = ModelFlops.from_config(hand_model())
