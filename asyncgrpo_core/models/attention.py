@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -68,13 +69,14 @@ def choose_backend(
         return Choice("sdpa", f"the device is {device.type}")
     if not flash:
         why = f"{str(dtype).removeprefix('torch.')} on a GPU" if not sixteen_bit else f"heads of {head_dim}"
-        return Choice("flex", f"{why}: flash kernels take 16-bit heads of at most 256")
+        local = "flex" if flex.usable() else "sdpa"
+        return Choice(local, f"{why}: flash kernels take 16-bit heads of at most 256")
     assert traits is not None
     try:
         load_kernel(hub_attention_kernel(traits))
         return Choice("hub", f"{hub_attention_kernel(traits)} fits {traits.name}")
     except HubUnavailable as error:
-        local = "flex" if flex.usable() or softcap is not None else "varlen"
+        local = "flex" if flex.usable() else "varlen" if softcap is None else "sdpa"
         logger.warning("attention_backend='auto' uses %r: the hub's kernel is not to be had (%s)", local, error)
         return Choice(local, "the kernel hub could not serve this machine")
 
@@ -123,10 +125,13 @@ def packed_attention_forward(
     Opaque to a compiler that traces the layer around it (trunk.py): the plan is no tensor, and the kernels are fused.
 
     Raises:
-        ConfigError: the layer asks for attention sinks or a position bias, which packed rows cannot give.
+        ConfigError: the layer asks for attention sinks, a position bias or a dropout, which packed rows or their back
+            end cannot give, or the model's code gave it the packed forward's mask and not the plan.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if packed_attention is None:
+        if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
+            raise plan_is_lost(type(module).__name__)
         return _ordinary(module, query, key, value, attention_mask, scale, dropout, softcap, kwargs)
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -136,8 +141,23 @@ def packed_attention_forward(
             )
     dtype = compute_dtype(query.dtype, query.device)  # norms and rotary embeddings leave float32 behind under autocast
     query, key, value = (x.to(dtype) for x in (query, key, value))
+    if dropout and packed_attention.backend != "sdpa":
+        raise ConfigError(
+            f"{type(module).__name__} drops out attention weights (p = {dropout}), which attention_backend="
+            f"{packed_attention.backend!r} cannot.",
+            "Set the model config's attention dropout to 0, or attention_backend='sdpa'.",
+        )
     call = AttentionCall(packed_attention, scale, sliding_window, softcap, dropout)
     return _BACKENDS[packed_attention.backend](query, key, value, call)[None], None
+
+
+def plan_is_lost(name: str) -> ConfigError:
+    """Without the plan a token would see the whole row, later tokens and other samples included."""
+    return ConfigError(
+        f"{name} of transformers {transformers.__version__} does not hand its keyword arguments on to attention, so a "
+        "packed row would not be told apart.",
+        "Train a model of another architecture.",
+    )
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

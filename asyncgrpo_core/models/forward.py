@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import deltanet
-from asyncgrpo_core.models.attention import PACKED_ATTENTION, choose_backend, compute_dtype
+from asyncgrpo_core.models.attention import PACKED_ATTENTION, choose_backend, compute_dtype, plan_is_lost
 from asyncgrpo_core.models.attention_backends import flex
 from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
 from asyncgrpo_core.models.moe import router_balance, router_loss
@@ -126,6 +126,8 @@ def _packed_forward(
             packed_attention=plan,
         ).last_hidden_state
         aux_loss = aux_loss_of_row()
+    if not plan.used:
+        raise plan_is_lost(type(model).__name__)
     head = _output_head(model)
     if top_ids is None:
         top_ids = target_ids.new_empty((len(target_ids), 0))

@@ -17,6 +17,7 @@ A plan is built once per forward and shared by all layers. Everything derived is
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,9 +93,15 @@ class RowPlan:
             raise ValueError(f"{len(lengths)} segments have {len(above)} parents")
         return cls(cu_segments.to(torch.int32), above, lengths, _starts(lengths, above), backend)
 
-    @property
+    # Layers ask for these: a sum over thousands of segments in each of them would add up.
+    @functools.cached_property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def used(self) -> bool:
+        """Whether any layer has asked for what it computes with."""
+        return bool(self._derived)
 
     @property
     def device(self) -> torch.device:
@@ -105,11 +112,11 @@ class RowPlan:
         """No token is shared: every segment is a whole sample."""
         return max(self.parents) < 0
 
-    @property
+    @functools.cached_property
     def max_length(self) -> int:
         return max(self.lengths)
 
-    @property
+    @functools.cached_property
     def max_path(self) -> int:
         """The longest path from a root to the end of a segment: the longest sample."""
         return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))

@@ -29,8 +29,8 @@ MIN_TRANSFORMERS_GATED_DELTANET = "5.15.0"
 _PACKED_LAYERS = ("full_attention", "sliding_attention", "attention")
 # Models with a learned sink per head whose config says nothing about it; `check_model` finds the others' parameters.
 _SINK_MODEL_TYPES = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "deepseek_v4")
-# Models that apply their sliding window through the mask alone.
-_WINDOW_IN_MASK_MODEL_TYPES = ("qwen2_moe",)
+# Models that apply their sliding window through the mask alone: on the layers of a list, or on all of them.
+_WINDOW_IN_MASK_MODEL_TYPES = ("qwen2_moe", "phimoe", "doge")
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,13 @@ def freeze_outside_text_model(model: PreTrainedModel) -> None:
 
 def _check_layers(text: Any, version: str) -> None:
     kind = type(text).__name__
+    if text.model_type in _WINDOW_IN_MASK_MODEL_TYPES and not getattr(text, "layer_types", None):
+        window = getattr(text, "sliding_window", None)
+        if window is not None and window < text.max_position_embeddings:
+            raise _window_in_mask(kind, "Set sliding_window=None if the model was trained so")
     for i, layer in enumerate(_layer_types(text)):
         if layer == "sliding_attention" and text.model_type in _WINDOW_IN_MASK_MODEL_TYPES:
-            raise ConfigError(
-                f"Layer {i} of {kind} applies its sliding window through the mask, which packed rows do not read.",
-                "Set use_sliding_window=False if the model was trained so, or train another architecture.",
-            )
+            raise _window_in_mask(f"Layer {i} of {kind}", "Set use_sliding_window=False if the model was trained so")
         if layer in _PACKED_LAYERS:
             continue
         if layer == "linear_attention" and hasattr(text, "linear_num_value_heads"):
@@ -214,6 +215,13 @@ def _recurrent(what: str) -> ConfigError:
     return ConfigError(
         f"{what} keeps a recurrent state, which would run from one sample of a packed row into the next.",
         "Train a model whose layers are all full or sliding attention.",
+    )
+
+
+def _window_in_mask(what: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"{what} applies its sliding window through the mask, which packed rows do not read.",
+        f"{remedy}, or train another architecture.",
     )
 
 

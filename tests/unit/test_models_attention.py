@@ -252,9 +252,19 @@ def test_a_hub_that_cannot_be_reached_gives_one_warning_that_says_why(no_hub, ca
     assert "kernels-community/flash-attn3: no route to host" in record.getMessage()
 
 
-def test_without_a_compiler_for_flex_attention_auto_takes_varlen(no_hub, monkeypatch):
+def test_without_a_compiler_for_flex_attention_auto_takes_what_runs(no_hub, monkeypatch):
     monkeypatch.setattr(flex, "usable", lambda: False)
     assert choose().backend == "varlen"
+    assert choose(softcap=30.0).backend == choose(dtype=torch.float32).backend == choose(head_dim=512).backend == "sdpa"
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex", "hub"])
+def test_a_dropout_that_a_back_end_would_leave_out_is_refused(backend):
+    q, k, v, plan = row("group", backend=backend)
+    with pytest.raises(ConfigError, match="drops out attention weights .*'" + backend):
+        packed_attention_forward(_Layer(), q, k, v, None, dropout=0.1, packed_attention=plan)
+    out, _ = packed_attention_forward(_Layer(), q, k, v, None, dropout=0.9, packed_attention=row("group")[3])
+    assert not torch.allclose(out, dense_reference(q, k, v, visible_by_definition("group"), 8**-0.5))
 
 
 def test_auto_takes_the_hubs_kernel_where_it_can_be_had(monkeypatch):

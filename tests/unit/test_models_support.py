@@ -178,3 +178,11 @@ def test_a_window_that_is_only_in_the_mask_is_refused_because_a_row_would_lose_i
     want = torch.cat([dense_logprobs(model, s).gather(1, trained_ids(s)[:, None])[:, 0] for s in samples])
     got = install_packed_forward(model)(**pack_row(samples, 0), temperature=1.0).logprobs
     assert not torch.allclose(got, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [hf.PhimoeConfig, hf.DogeConfig])
+def test_a_window_of_all_layers_that_is_only_in_the_mask_is_refused_where_it_can_cut(kind):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} applies its sliding window through the mask"):
+        check_config(kind(max_position_embeddings=64, sliding_window=63), None)
+    check_config(kind(max_position_embeddings=64, sliding_window=64), None)
+    check_config(kind(max_position_embeddings=64, sliding_window=None), None)

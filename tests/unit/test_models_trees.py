@@ -7,6 +7,7 @@ that need more than attention is in test_models_deltanet.py).
 import pytest
 import torch
 
+from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import forward as forward_module
 from asyncgrpo_core.models.forward import PolicyOutput, install_packed_forward
 from asyncgrpo_core.packing import pack_row
@@ -107,3 +108,21 @@ def test_a_router_does_not_see_filler_tokens(monkeypatch):
         model(**row, temperature=1.0)
     hook.remove()
     assert lengths == [row["input_ids"].shape[1]]
+
+
+def test_a_model_that_keeps_the_plan_from_one_of_its_layers_is_refused(monkeypatch):
+    """StableLM and Nemotron of transformers 5.19: their tokens saw the whole row, later ones and other samples'."""
+    row, model = pack_row(sharing_samples(), 4), install_packed_forward(tiny_policy())
+    attention = model.model.layers[1].self_attn
+    original = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *a, packed_attention, **kw: original(*a, **kw))
+    with pytest.raises(ConfigError, match="Qwen3Attention .*does not hand its keyword arguments on"):
+        model(**row, temperature=1.0)
+
+
+def test_a_model_whose_layers_never_ask_who_sees_whom_is_refused(monkeypatch):
+    row, model = pack_row(sharing_samples(), 4), install_packed_forward(tiny_policy())
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "forward", lambda hidden_states, **kw: (hidden_states, None))
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM .*does not hand its keyword arguments on"):
+        model(**row, temperature=1.0)

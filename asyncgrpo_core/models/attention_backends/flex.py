@@ -113,10 +113,14 @@ def _mask_mod(end: Tensor, position: Tensor, window: int | None) -> Callable[...
     def tree(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key])
 
-    def tree_and_window(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < end[key]) & (position[query] - position[key] < window)
+    if window is None:
+        return tree
+    width = window
 
-    return tree if window is None else tree_and_window
+    def tree_and_window(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[key]) & (position[query] - position[key] < width)
+
+    return tree_and_window
 
 
 @functools.cache

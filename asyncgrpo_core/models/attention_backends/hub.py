@@ -6,7 +6,6 @@ Which kernel fits a device is in `models/support.py`. Keys and values are gather
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any, cast
 
 from torch import Tensor
@@ -54,8 +53,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, *, re
     extra: dict[str, Any] = {}
     if call.softcap is not None:
         extra["softcap"] = call.softcap
-    if call.dropout and "dropout_p" in inspect.signature(function).parameters:
-        extra["dropout_p"] = call.dropout
     _, cu_keys = plan.gathered_keys()
     out = function(
         query[0].transpose(0, 1),
