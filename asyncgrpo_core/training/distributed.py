@@ -24,6 +24,8 @@ from asyncgrpo_core.training.rank_channel import Hub, Spoke, connect, decode_err
 
 logger = logging.getLogger(__name__)
 
+_HANG_UP_S = 120.0  # rank 0 closes its pipeline within this time after an error
+
 
 class Ranks:
     """What one rank knows of the others.
@@ -40,6 +42,7 @@ class Ranks:
         self._end: Hub | Spoke | None = None
         self._iteration: _Iteration | None = None
         self._error_is_known = False
+        self._was_told = False
 
     @property
     def is_leader(self) -> bool:
@@ -52,7 +55,7 @@ class Ranks:
 
     def open(self) -> None:
         """Connect the ranks; nothing when they are. Raises RankLostError when one is missing."""
-        self._error_is_known = False
+        self._error_is_known = self._was_told = False
         if self.world_size > 1 and self._end is None:
             self._end = connect(self.rank, self.world_size, self._deadline_s)
 
@@ -173,12 +176,18 @@ class Ranks:
             logger.warning("The other ranks could not be told of the error: %s", second)
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait until every rank has come this far (not after an error), and disconnect."""
+        """Wait until every rank has come this far, and disconnect.
+
+        After an error rank 0 waits for nobody, and who was told of it waits for rank 0: torchrun ends all ranks soon
+        after the first one, and rank 0 still has a worker to stop and an error to write.
+        """
         if self._end is None:
             return
         try:
             if not failed:
                 self.agree("end", None)
+            elif self._was_told and isinstance(self._end, Spoke):
+                self._end.wait_for_hang_up(_HANG_UP_S)
         finally:
             self._end.close()
             self._end = None
@@ -194,7 +203,7 @@ class Ranks:
             iteration.run_out()
 
     def _told(self, encoded: tuple[bytes | None, str]) -> BaseException:
-        self._error_is_known = True
+        self._error_is_known = self._was_told = True
         error = decode_error(encoded, lambda text: AsyncGRPOError(f"Trainer rank 0 ended with {text}"))
         error.add_note(f"Raised on rank 0; rank {self.rank} was told.")
         error.told_by_rank_zero = True  # type: ignore[attr-defined]

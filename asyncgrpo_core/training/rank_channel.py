@@ -143,6 +143,15 @@ class Spoke:
     def send(self, message: Any) -> None:
         self._wire.send(message)
 
+    def wait_for_hang_up(self, timeout_s: float) -> None:
+        """Wait until rank 0 has closed the connection; whatever else it says is not heard."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                self._wire.receive(left)
+        except RankLostError:
+            return
+
     def close(self) -> None:
         self._wire.close()
 
@@ -174,10 +183,9 @@ def connect(rank: int, world_size: int, deadline_s: float) -> Hub | Spoke:
 def _join(host: str, port: int, key: bytes, rank: int, deadline_s: float) -> Spoke:
     try:
         sock = socket.create_connection((host, port), timeout=deadline_s)
+        sock.sendall(key + _RANK.pack(rank))
     except OSError as error:
         raise RankLostError(f"Rank {rank} cannot reach rank 0 at {host}:{port} ({error}).") from error
-    sock.settimeout(deadline_s)
-    sock.sendall(key + _RANK.pack(rank))
     return Spoke(Wire(sock, "rank 0", deadline_s))
 
 

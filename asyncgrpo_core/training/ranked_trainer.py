@@ -1,7 +1,9 @@
-"""A `transformers.Trainer` on several ranks: decisions that hold on all of them, checkpoints any number can read."""
+"""A `transformers.Trainer` on several ranks: one end for all, decisions that hold on all, checkpoints any number reads."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,21 @@ from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.training import sharded_checkpoint as sharded
 from asyncgrpo_core.training.distributed import Ranks
 
+logger = logging.getLogger(__name__)
+
 
 class RankedTrainer(Trainer):
     """What `AsyncGRPOTrainer` does differently from `Trainer` because there may be several ranks.
 
     Attributes:
         ranks: the ranks of this run; open while `train()` runs.
+        training_has_ended: the last step is done, or `train()` has failed: there is nothing left to stop.
     """
 
     ranks: Ranks
+    training_has_ended = False
     _stop_reason: str | None = None
+    _asked_to_stop: str | None = None  # on a rank that is not 0, which decides
 
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers, with FSDP2 also on CPUs, and checkpoints in shards unless the config says otherwise.
@@ -49,6 +56,52 @@ class RankedTrainer(Trainer):
     @property
     def _saves_shards(self) -> bool:
         return self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+
+    # -- a run from its start to its end ---------------------------------------------------------------------------
+
+    def _run_on_ranks(self, train: Callable[[], Any], close: Callable[[], Any]) -> Any:
+        """Run `train` and then `close`, whatever happens; an error of one rank ends the others too."""
+        if self.training_has_ended:  # an earlier run; a request that came since the trainer was made is kept
+            self._stop_reason = self._asked_to_stop = None
+            self.training_has_ended = False
+        failed = True
+        try:
+            self.ranks.open()
+            output = train()
+            failed = False
+            return output
+        except BaseException as error:
+            self.ranks.fail(error)
+            raise
+        finally:
+            self._close(close, failed)
+
+    def _close(self, close: Callable[[], Any], failed: bool) -> None:
+        try:
+            close()
+        except Exception as error:
+            if not failed:
+                failed = True
+                self.ranks.fail(error)
+                raise
+            logger.exception("The pipeline did not close cleanly after the error that is raised")
+        finally:
+            self.training_has_ended = True
+            self.ranks.close(failed=failed)
+
+    def request_stop(self, reason: str) -> None:
+        """Stop after the current step, with a checkpoint; nothing once the last step is done. Signal-safe."""
+        if self.training_has_ended:
+            return
+        if self.ranks.is_leader:
+            self._stop_reason = self._stop_reason or reason
+        else:
+            self._asked_to_stop = reason  # rank 0 is told at the end of the step, and decides for all
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why training was asked to stop early; None when it was not."""
+        return self._stop_reason
 
     # -- decisions -------------------------------------------------------------------------------------------------
 

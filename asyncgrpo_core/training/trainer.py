@@ -8,7 +8,6 @@ the loss is (`compute_loss`), what happens when a step ends (`PipelineCallback`)
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ from asyncgrpo_core.training.source import Step
 from asyncgrpo_core.training.step_metrics import add_length_bias, record_performance, record_skipped, record_trained
 from asyncgrpo_core.training.trainer_parts import default_args, eos_token_ids, load_parts, name_of
 from asyncgrpo_core.training.trainer_summary import summarise
-
-logger = logging.getLogger(__name__)
 
 RewardFunc = Callable[..., list[float]]
 
@@ -118,9 +115,6 @@ class AsyncGRPOTrainer(RankedTrainer):
         )
         self._sums = LossSums()  # of the step, on the device
         self.router_aux_loss_coef = router_coefficient(causal_model(policy).config, args.router_aux_loss_coef)
-        self._stop_reason: str | None = None
-        self._asked_to_stop: str | None = None
-        self.training_has_ended = False
         self._step: Step | None = None
         self.resume_folder: Path | None = None
         self.pipeline = Pipeline(
@@ -163,32 +157,9 @@ class AsyncGRPOTrainer(RankedTrainer):
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         self.resume_folder = resolve_resume(resume_from_checkpoint, Path(self.args.output_dir or "trainer_output"))
-        self._stop_reason = self._asked_to_stop = None
-        self.training_has_ended = False
         folder = None if self.resume_folder is None else str(self.resume_folder)
-        failed = True
-        try:
-            self.ranks.open()
-            output = super().train(folder, trial, ignore_keys_for_eval)
-            failed = False
-            return output
-        except BaseException as error:
-            self.ranks.fail(error)
-            raise
-        finally:
-            self._close(failed)
-
-    def _close(self, failed: bool) -> None:
-        try:
-            self.pipeline.stop()
-        except Exception as error:
-            if not failed:
-                failed = True
-                self.ranks.fail(error)
-                raise
-            logger.exception("The pipeline did not close cleanly after the error that is raised")
-        finally:
-            self.ranks.close(failed=failed)
+        train = super().train
+        return self._run_on_ranks(lambda: train(folder, trial, ignore_keys_for_eval), close=self.pipeline.stop)
 
     def start_pipeline(self) -> None:
         """Bring server, sync and worker up (called when the Trainer has prepared model and optimizer)."""
@@ -207,20 +178,6 @@ class AsyncGRPOTrainer(RankedTrainer):
         """End generation and send the last weights."""
         self.training_has_ended = True
         self.ranks.lead("finish", self.pipeline.finish)
-
-    def request_stop(self, reason: str) -> None:
-        """Stop after the current step, with a checkpoint; nothing once the last step is done. Signal-safe."""
-        if self.training_has_ended:
-            return
-        if self.ranks.is_leader:
-            self._stop_reason = self._stop_reason or reason
-        else:
-            self._asked_to_stop = reason  # rank 0 is told at the end of the step, and decides for all
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why training was asked to stop early; None when it was not."""
-        return self._stop_reason
 
     def _should_stop(self) -> bool:
         self.ranks.check()

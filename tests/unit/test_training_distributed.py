@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, RankLostError, ServerError
+from asyncgrpo_core.training import distributed
 from asyncgrpo_core.training.distributed import Ranks
 from asyncgrpo_core.training.rank_channel import Hub, Spoke, Wire, _greeted
 
@@ -201,6 +202,39 @@ def test_no_rank_leaves_before_rank_zero_has_ended():
 
     on_all(made, work)
     assert order[0] == "rank 0 has ended"
+
+
+def test_a_rank_that_was_told_of_an_error_stays_until_rank_zero_has_closed():
+    """A rank that ends first is why torchrun kills rank 0, which still has checkpoints and its error to write."""
+    made, order = ranks(2), []
+
+    def work(r: Ranks) -> None:
+        try:
+            r.lead("plan", lambda: (_ for _ in ()).throw(ServerError("away")))
+        except ServerError as error:
+            r.fail(error)
+        if r.is_leader:
+            time.sleep(0.3)  # its pipeline closes
+            order.append("rank 0 has closed")
+        r.close(failed=True)
+        order.append(r.rank)
+
+    on_all(made, work)
+    assert order[0] == "rank 0 has closed" and sorted(order[1:]) == [0, 1]
+
+
+def test_an_error_of_its_own_does_not_make_a_rank_wait(monkeypatch):
+    made = ranks(2)
+    made[1].fail(ZeroDivisionError("a bug"))
+    started = time.monotonic()
+    made[1].close(failed=True)
+    assert time.monotonic() - started < 2
+    made = ranks(2)
+    monkeypatch.setattr(distributed, "_HANG_UP_S", 0.2)
+    made[0].fail(ServerError("away"))
+    with pytest.raises(ServerError):
+        made[1].lead("plan", lambda: None)
+    made[1].close(failed=True)  # rank 0 hangs: not for ever
 
 
 def test_a_stranger_is_not_let_in():
