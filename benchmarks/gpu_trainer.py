@@ -7,7 +7,8 @@ Forward and backward of the layers in bf16 with gradient checkpointing; medians,
     error   log-probabilities and gradient of one group against a float64 model, relative to their norms
 
 TRL 1.16.0's own layout and attention function run on the same model and samples when `--trl` gives its packing.py; its
-FlashAttention loader is replaced by torch's variable-length attention, as its kernel comes from a hub.
+FlashAttention loader is replaced by torch's variable-length attention, as its kernel comes from a hub. Where
+liger_kernel is installed, its norm, gate and rotary embedding are timed beside the compiled layers.
 
     python -m benchmarks.gpu_trainer --sizes 0.6b,1.7b --trl PATH/packing.py
 """
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
 
 from asyncgrpo_core.models.attention_backends import flex
 from asyncgrpo_core.models.forward import install_packed_forward
@@ -103,6 +105,27 @@ def build(size: str, dtype: torch.dtype, device: str) -> nn.Module:
         model = Qwen3ForCausalLM(config).to(dtype).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return install_packed_forward(model, "sdpa")
+
+
+def kernels_of(args: argparse.Namespace) -> list[str]:
+    """Ways to compute the layers: Liger's last, and only where it is installed."""
+    found = importlib.util.find_spec("liger_kernel") is not None
+    return [k for k in args.kernels.split(",") if k != "liger" or found]
+
+
+def use_kernels(model: Any, kernels: str) -> None:
+    """Compiled layers, Liger's norm, gate and rotary embedding in place of transformers' own, or neither."""
+    uncompile_layers(model.model)
+    rotary = modeling_qwen3.__dict__.setdefault("_rotary_of_transformers", modeling_qwen3.apply_rotary_pos_emb)
+    modeling_qwen3.apply_rotary_pos_emb = rotary
+    if kernels == "compile":
+        compile_layers(model.model)
+    if kernels == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+        norm, gate = modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3MLP
+        apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False, model=model)
+        modeling_qwen3.Qwen3RMSNorm, modeling_qwen3.Qwen3MLP = norm, gate  # of models that are built later
 
 
 def trunk(model: Any, row: dict[str, Tensor], backend: str) -> Tensor:
@@ -200,8 +223,8 @@ def speed(size: str, args: argparse.Namespace) -> dict[str, Any]:
     print(f"{'trunk':>8} {'attention':>10} {'plain ms':>9} {'tree ms':>8} {'ratio':>6} {'of bound':>8} {'GiB':>6} "
           f"{'first s':>8} {'trained tok/s':>13}")  # fmt: skip
     found: dict[tuple[str, str], tuple[float, float]] = {}
-    for kernels in ("eager", "compile"):
-        (compile_layers if kernels == "compile" else uncompile_layers)(model.model)
+    for kernels in kernels_of(args):
+        use_kernels(model, kernels)
         for backend in args.backends.split(","):
             ms, first = [], 0.0
             for row in (plain, tree):
@@ -212,7 +235,10 @@ def speed(size: str, args: argparse.Namespace) -> dict[str, Any]:
             ratio = ms[0] / ms[1]
             print(f"{kernels:>8} {backend:>10} {ms[0]:9.0f} {ms[1]:8.0f} {ratio:6.2f} {ratio / bound:8.1%} {peak:6.1f} "
                   f"{first:8.1f} {trained / ms[1] * 1e3:13,.0f}", flush=True)  # fmt: skip
-    uncompile_layers(model.model)
+    if args.trl is not None:  # Liger's replacements stay in a model
+        del model
+        release()
+        model = build(size, torch.bfloat16, "cuda")
     result = {"bound": bound, "ms": {f"{k}/{b}": [round(x, 1) for x in v] for (k, b), v in found.items()}}
     if args.trl is not None:
         module = load_trl(args.trl)
@@ -223,7 +249,7 @@ def speed(size: str, args: argparse.Namespace) -> dict[str, Any]:
         result["trl_ms"] = round(ms_trl, 1)
     print(f"graphs compiled so far {compiled_graphs()}, FlexAttention shapes {len(flex.compiled_shapes)}")
     result["whole_step"] = whole_step(size, tree, args)
-    best = min(v[1] for v in found.values())
+    best = min(v[1] for (kernels, _), v in found.items() if kernels != "liger")
     result["ratio_over_eager_varlen"] = found["eager", "varlen"][1] / best if ("eager", "varlen") in found else None
     result["share_of_bound"] = max(p / t / bound for p, t in found.values())
     return result
@@ -268,11 +294,10 @@ def error(size: str, args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     print(f"\n{size}: error against float64 on one group ({row['input_ids'].shape[1]} tokens)")
     print(f"{'trunk':>8} {'attention':>10} {'mean |dlogp|':>12} {'max |dlogp|':>12} {'gradient':>9}")
-    for kernels in ("eager", "compile"):
+    for kernels in kernels_of(args):
         for backend in [*args.backends.split(","), "sdpa"]:
             model: Any = build(size, torch.float64, "cuda").to(torch.bfloat16)
-            if kernels == "compile":
-                compile_layers(model.model)
+            use_kernels(model, kernels)
             got, grads = run(model, backend)
             gradient = (
                 sum((a.double() - b).square().sum() for a, b in zip(grads, want_grads, strict=True)).sqrt() / norm
@@ -294,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="0.6b,1.7b")
     parser.add_argument("--backends", default="varlen,flex")
+    parser.add_argument("--kernels", default="eager,compile,liger")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=2004)
