@@ -265,16 +265,20 @@ def _measure(
     sums.add_mean("entropy", entropy)
     sums.add_mean("clip_ratio/region_mean", low | high)
     sums.add_mean("clip_ratio/low_mean", low)
-    sums.add_min("clip_ratio/low_min", _fraction_per_sample(low, tokens.sample_index))
+    # Neutral in the reduction where there is no sample.
+    sums.add_min("clip_ratio/low_min", _fraction_per_sample(low, tokens.sample_index, torch.inf))
     sums.add_mean("clip_ratio/high_mean", high)
-    sums.add_max("clip_ratio/high_max", _fraction_per_sample(high, tokens.sample_index))
+    sums.add_max("clip_ratio/high_max", _fraction_per_sample(high, tokens.sample_index, -torch.inf))
     return sums
 
 
-def _fraction_per_sample(flag: Tensor, sample_index: Tensor) -> Tensor:
-    """Share of flagged trained tokens of every sample that has trained tokens."""
-    size = int(sample_index.max()) + 1 if len(sample_index) else 0
-    count = torch.zeros(size, dtype=torch.float32, device=flag.device)
-    count.index_add_(0, sample_index, torch.ones_like(flag, dtype=torch.float32))
-    flagged = torch.zeros_like(count).index_add_(0, sample_index, flag.float())
-    return (flagged / count)[count > 0]
+def _fraction_per_sample(flag: Tensor, sample_index: Tensor, no_sample: float) -> Tensor:
+    """[N]: once for each sample the share of its trained tokens that are flagged, and `no_sample` elsewhere.
+
+    How many samples those are is on the device, and nothing here waits for it.
+    """
+    place = torch.searchsorted(sample_index.sort().values, sample_index)  # below N, the same for a sample's tokens
+    count = torch.zeros(len(flag), dtype=torch.float32, device=flag.device)
+    count.index_add_(0, place, torch.ones_like(count))
+    flagged = torch.zeros_like(count).index_add_(0, place, flag.float())
+    return torch.where(count > 0, flagged / count, no_sample)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncgrpo_core.metrics import MetricWindow, kind_of
 from asyncgrpo_core.models.forward import PolicyOutput
@@ -90,3 +91,31 @@ def test_ranks_are_reduced_by_sum_minimum_and_maximum(monkeypatch):
 def test_one_process_needs_no_collective():
     sums = sums_of([1.0])
     assert sums.all_reduce() is sums
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LossSettings(),
+        LossSettings(score_centering_tail="head"),
+        LossSettings(score_centering=False),
+    ],
+    ids=["model", "head", "clipped"],
+)
+@pytest.mark.parametrize("restricted", [False, True])
+def test_the_loss_and_its_sums_read_nothing_from_the_device(settings, restricted):
+    """On tensors without values: whatever has to know one would make every micro-batch wait for the device."""
+    with FakeTensorMode():
+        policy = PolicyOutput(torch.zeros(5, requires_grad=True), torch.zeros(5), torch.zeros(5, 2, requires_grad=True))
+        batch = {
+            "sampler_logprobs": torch.zeros(5),
+            "advantages": torch.ones(5),
+            "sample_index": torch.zeros(5, dtype=torch.int64),
+            "top_ids": torch.zeros(5, 2, dtype=torch.int64),
+            "top_logprobs": torch.zeros(5, 2),
+        }
+        if restricted:
+            batch["candidate_offsets"] = torch.zeros(6, dtype=torch.int64)
+        loss, sums = async_grpo_loss(policy, batch, settings, 5)
+        loss.backward()
+        sums.merge(sums)
