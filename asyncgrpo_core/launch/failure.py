@@ -23,16 +23,13 @@ def write_error(run_dir: Path, error: BaseException, rank: int = 0) -> None:
 
     Ranks other than 0 write error-<rank>.json: their error may be why rank 0 has one too, or none.
     """
-    pickled = None
-    if isinstance(error, AsyncGRPOError):
-        pickled = base64.b64encode(pickle.dumps(error)).decode()
     record = {
         "type": type(error).__name__,
         "message": str(error),
         "rank": rank,
         "exit_code": getattr(error, "exit_code", 1),
         "traceback": "".join(traceback.format_exception(error)),
-        "pickle": pickled,
+        "pickle": _pickled(error),
     }
     path = run_dir / (ERROR_FILE if rank == 0 else f"error-{rank}.json")
     tmp = path.with_suffix(f".{os.getpid()}.tmp")
@@ -70,13 +67,34 @@ def read_error(run_dir: Path, exit_code: int | None, log_tail: list[str]) -> Asy
     records = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     record = next((record for record in records if record["type"] != RankLostError.__name__), records[0])
     who = f"The trainer process failed{f' on rank {rank}' if (rank := record.get('rank', 0)) else ''}"
-    if record["pickle"]:
-        error = pickle.loads(base64.b64decode(record["pickle"]))  # written by our own child into our own folder
-    else:
+    error = _unpickled(record["pickle"])
+    if error is None:
         message = " ".join(record["message"].split())
         error = TrainerFailed(
             f"{who} with {record['type']}: {message}.",
             f"The traceback is in {run_dir / 'logs' / f'trainer-{rank}.log'}.",
         )
+        error.exit_code = record["exit_code"]
     error.add_note(record["traceback"])
     return error
+
+
+def _pickled(error: BaseException) -> str | None:
+    """One of our errors; None for others, and where a subclass of user code does not let itself be pickled."""
+    if not isinstance(error, AsyncGRPOError):
+        return None
+    try:
+        return base64.b64encode(pickle.dumps(error)).decode()
+    except Exception:  # user code may raise anything here; the record's words are enough
+        return None
+
+
+def _unpickled(text: str | None) -> AsyncGRPOError | None:
+    """The error, unless its class is of a module that this process lacks, or is made of other arguments."""
+    if text is None:
+        return None
+    try:
+        error = pickle.loads(base64.b64decode(text))  # written by our own child into our own folder
+    except Exception:  # as above
+        return None
+    return error if isinstance(error, AsyncGRPOError) else None

@@ -13,6 +13,8 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +104,8 @@ def _train_and_tell(
     from asyncgrpo_core.tracking.summary import SummaryThread
 
     source = SummarySource()
-    with Tracking(cfg, run_dir, attempt) as tracking:
+    # The error is written before the tracker's last uploads: torchrun does not wait for those when a rank has failed.
+    with Tracking(cfg, run_dir, attempt) as tracking, _error_written(run_dir):
 
         def on_heldout(result: dict[str, Any], step: int) -> None:
             source.heldout(result)
@@ -125,6 +128,15 @@ def _train_and_tell(
         finally:
             summary.stop()
     return trainer
+
+
+@contextmanager
+def _error_written(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        write_error(run_dir, error)
+        raise
 
 
 def _await_servers(cfg: RunConfig, trainer: AsyncGRPOTrainer) -> None:

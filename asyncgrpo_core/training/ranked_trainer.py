@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` on several ranks: one end for all, decisions that hold on all, checkpoints any number reads."""
+"""A `transformers.Trainer` on several ranks: one end and one decision for all, checkpoints that any number reads."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo_core.errors import ConfigError, RankLostError, ServerError
+from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, RankLostError, ServerError
 from asyncgrpo_core.launch import placement
 from asyncgrpo_core.launch.failure import clear_error, read_error, write_error
 from asyncgrpo_core.launch.loading import parse_config
@@ -131,6 +131,60 @@ def test_a_lost_connection_is_told_only_when_nothing_else_is_known(tmp_path):
     write_error(tmp_path, MemoryError("no memory"), rank=1)
     assert "MemoryError" in str(read_error(tmp_path, 1, []))
     assert str(pickle.loads(pickle.dumps(RankLostError("a", "b")))) == "a b"
+
+
+class UserError(AsyncGRPOError):
+    """Of a reward function's module, which the flow need not be able to import."""
+
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__(f"{left} is not {right}.")
+
+
+def test_an_error_that_does_not_survive_the_way_is_told_in_words(tmp_path, monkeypatch):
+    class Local(ServerError):
+        pass
+
+    write_error(tmp_path, Local("cannot be pickled"))
+    assert "failed with Local: cannot be pickled" in str(read_error(tmp_path, 1, []))
+    write_error(tmp_path, UserError(1, 2))  # is made of other arguments than pickle gives it
+    assert "failed with UserError: 1 is not 2." in str(read_error(tmp_path, 1, []))
+    write_error(tmp_path, ServerErrorOfAModule("away"))
+    monkeypatch.delattr(sys.modules[__name__], "ServerErrorOfAModule")  # as in a process without that module
+    error = read_error(tmp_path, 1, [])
+    assert "failed with ServerErrorOfAModule: away" in str(error) and "Traceback" in "".join(error.__notes__)
+
+
+class ServerErrorOfAModule(ServerError):
+    pass
+
+
+def test_the_error_is_written_before_the_tracker_is_closed(tmp_path, monkeypatch):
+    """torchrun kills rank 0 a while after another rank has ended, and the last uploads may take longer."""
+    from asyncgrpo_core.launch import build, trainer_main, trainer_tracking
+
+    seen = []
+
+    class Tracking:
+        callback = None
+
+        def __init__(self, *_args):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_exc):
+            seen.append(str(read_error(tmp_path, 1, [])))
+
+    def broken(*_args):
+        raise ServerError("away", "start it")
+
+    monkeypatch.setattr(trainer_tracking, "Tracking", Tracking)
+    monkeypatch.setattr(build, "build_trainer", broken)
+    inputs = build.Inputs(None, [], [])
+    with pytest.raises(ServerError):
+        trainer_main._train_and_tell(config(), tmp_path, None, inputs, None)
+    assert seen == ["away start it"]
 
 
 def test_another_rank_has_its_own_log_and_leaves_rank_zeros_error_alone(monkeypatch, tmp_path):
