@@ -134,10 +134,8 @@ def test_a_lost_connection_is_told_only_when_nothing_else_is_known(tmp_path):
 
 
 class UserError(AsyncGRPOError):
-    """Of a reward function's module, which the flow need not be able to import."""
-
-    def __init__(self, left: int, right: int) -> None:
-        super().__init__(f"{left} is not {right}.")
+    def __init__(self, left: int, right: int, where: str) -> None:
+        super().__init__(f"{left} is not {right} in {where}.")
 
 
 def test_an_error_that_does_not_survive_the_way_is_told_in_words(tmp_path, monkeypatch):
@@ -146,8 +144,8 @@ def test_an_error_that_does_not_survive_the_way_is_told_in_words(tmp_path, monke
 
     write_error(tmp_path, Local("cannot be pickled"))
     assert "failed with Local: cannot be pickled" in str(read_error(tmp_path, 1, []))
-    write_error(tmp_path, UserError(1, 2))  # is made of other arguments than pickle gives it
-    assert "failed with UserError: 1 is not 2." in str(read_error(tmp_path, 1, []))
+    write_error(tmp_path, UserError(1, 2, "row 3"))  # is made of other arguments than pickle gives it
+    assert "failed with UserError: 1 is not 2 in row 3." in str(read_error(tmp_path, 1, []))
     write_error(tmp_path, ServerErrorOfAModule("away"))
     monkeypatch.delattr(sys.modules[__name__], "ServerErrorOfAModule")  # as in a process without that module
     error = read_error(tmp_path, 1, [])
