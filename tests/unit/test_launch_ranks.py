@@ -148,8 +148,7 @@ def test_an_error_that_does_not_survive_the_way_is_told_in_words(tmp_path, monke
     assert "failed with UserError: 1 is not 2 in row 3." in str(read_error(tmp_path, 1, []))
     write_error(tmp_path, ServerErrorOfAModule("away"))
     monkeypatch.delattr(sys.modules[__name__], "ServerErrorOfAModule")  # as in a process without that module
-    error = read_error(tmp_path, 1, [])
-    assert "failed with ServerErrorOfAModule: away" in str(error) and "Traceback" in "".join(error.__notes__)
+    assert "failed with ServerErrorOfAModule: away" in str(read_error(tmp_path, 1, []))
 
 
 class ServerErrorOfAModule(ServerError):
