@@ -31,6 +31,7 @@ from torch import Tensor
 # arithmetic, a bucket more costs kernel calls.
 _MIN_LENGTH_SHARE = 0.75
 _MIN_LENGTH_SLACK = 8
+_WHOLE = (slice(None), slice(None))  # of a bucket: all segments, all queries
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,38 @@ class Bucket:
     query_index: Tensor  # int64 [B, Q]
     key_index: Tensor  # int64 [B, K]
     starts: Tensor  # int64 [B]
+    last_start: int  # the largest of them
     causal: bool  # all of them are roots: the plain causal mask fits
     masks: dict[Any, Tensor] = field(default_factory=dict, repr=False)  # additive masks, by (dtype, window)
 
-    def visible(self, window: int | None) -> Tensor:
-        """bool [B, Q, K]: which key each query sees."""
-        device = self.starts.device
-        position = self.starts[:, None, None] + torch.arange(self.query_index.shape[1], device=device)[None, :, None]
-        distance = position - torch.arange(self.key_index.shape[1], device=device)[None, None]
-        seen = distance >= 0
-        return seen if window is None else seen & (distance < window)
+    def visible(self, window: int | None, part: tuple[slice, slice] = _WHOLE) -> Tensor:
+        """bool [B, Q, K]: which key each query sees; of a `part`, those segments and queries with the keys they need.
+
+        A padding query sees at least one key: kernels differ in what they make of one that sees none.
+        """
+        segments, queries = part
+        device, num_keys = self.starts.device, self.keys_of(queries)
+        places = torch.arange(self.query_index.shape[1], device=device)[queries]
+        position = (self.starts[segments, None] + places).clamp_max_(num_keys - 1)[..., None]
+        keys = torch.arange(num_keys, device=device)
+        seen = keys <= position
+        return seen if window is None else seen.logical_and_(keys > position - window)
+
+    def keys_of(self, queries: slice) -> int:
+        """How many keys, from the first on, these queries need."""
+        num_queries, num_keys = self.query_index.shape[1], self.key_index.shape[1]
+        return min(num_keys, self.last_start + min(num_queries, num_queries if queries.stop is None else queries.stop))
 
     def additive_mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
         """[B, 1, Q, K], 0 where visible and -inf elsewhere; kept, since every layer asks for the same."""
         if (dtype, window) not in self.masks:
-            mask = torch.zeros(self.visible(window).shape, dtype=dtype, device=self.starts.device)
-            self.masks[dtype, window] = mask.masked_fill_(~self.visible(window), -torch.inf)[:, None]
+            self.masks[dtype, window] = additive(self.visible(window), dtype)
         return self.masks[dtype, window]
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool [B, Q, K] -> [B, 1, Q, K], 0 where true and -inf elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
 @dataclass
@@ -195,6 +211,7 @@ class RowPlan:
                     torch.from_numpy(queries).to(self.device),
                     torch.from_numpy(keys).to(self.device),
                     torch.tensor([self.starts[s] for s in members], device=self.device),
+                    max(self.starts[s] for s in members),
                     all(self.starts[s] == 0 for s in members),
                 )
             )

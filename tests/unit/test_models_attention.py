@@ -43,9 +43,9 @@ def row(name, heads=4, kv_heads=2, dim=8, seed=0, backend="sdpa"):
     return q, k, v, RowPlan.from_segments(offsets, torch.tensor(parents), backend)
 
 
-def visible_by_definition(name, window=None):
+def visible_by_definition(name, window=None, rows=ROWS):
     """Token by token: a token sees itself and what precedes it on the path of its segment."""
-    lengths, parents = ROWS[name]
+    lengths, parents = rows[name]
     segment = [s for s, n in enumerate(lengths) for _ in range(n)]
     path_of = []
     for s in range(len(lengths)):
@@ -132,36 +132,6 @@ def test_f010_f128_hub_kernels_get_the_keys_of_each_path(name, window, softcap, 
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     gathered = sum(start + length for start, length in zip(plan.starts, plan.lengths, strict=True))
     assert kernel.calls[0][2][0] == gathered
-
-
-@pytest.mark.parametrize("window", [None, 3, 40, 1000])
-@pytest.mark.parametrize("name", ROWS)
-def test_the_block_mask_marks_full_and_partial_blocks_rightly(name, window):
-    """A block called full is visible throughout; one that is left out has no visible pair."""
-    _, _, _, plan = row(name)
-    mask = flex.block_mask(plan, window)
-    n, block, length = plan.num_tokens, flex.BLOCK, flex.padded_length(plan.num_tokens)
-    visible = torch.eye(length, dtype=torch.bool)
-    visible[:n, :n] = visible_by_definition(name, window)
-    blocks = visible.view(length // block, block, length // block, block).transpose(1, 2)
-    full = blocks.flatten(2).all(-1)
-    some = blocks.flatten(2).any(-1)
-    said_full, said_some = torch.zeros_like(full), torch.zeros_like(some)
-    for i in range(len(full)):
-        said_full[i, mask.full_kv_indices[0, 0, i, : mask.full_kv_num_blocks[0, 0, i]].long()] = True
-        said_some[i, mask.kv_indices[0, 0, i, : mask.kv_num_blocks[0, 0, i]].long()] = True
-    assert not (said_full & ~full).any()
-    assert not (some & ~said_some & ~said_full).any()
-    assert not (said_full & said_some).any()
-    if window is None:
-        assert torch.equal(said_full, full) and torch.equal(said_full | said_some, some)
-
-
-def test_padded_lengths_are_few_and_close():
-    lengths = {flex.padded_length(n) for n in range(8193, 16385)}
-    assert len(lengths) == 16
-    for n in (1, 127, 128, 129, 5000, 23376, 79488, 10**6):
-        assert n <= flex.padded_length(n) <= max(1.0625 * n, n + 127) and flex.padded_length(n) % flex.BLOCK == 0
 
 
 def test_the_default_scale_is_one_over_root_of_the_head_size():
