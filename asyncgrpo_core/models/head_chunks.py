@@ -8,7 +8,6 @@ forward pass and 4 in the backward pass, which writes over the logits.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from asyncgrpo_core.models.compiler import compiler_works
 
 
 @dataclass(frozen=True)
@@ -197,26 +196,9 @@ def _compiled(transform: LogitTransform) -> tuple[Callable[..., Any], Callable[.
     return compile_(statistics), compile_(gradient_)
 
 
-@cache
 def can_fuse(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether `FusedChunks` works here: a GPU that torch.compile has a compiler for. Says so once where it does not."""
-    if device_type != "cuda" or dtype == torch.float64:
-        return False
-    probe = HeadCall(LogitTransform(), dtype, 1, True)
-    try:
-        raw = torch.zeros((2, 16), device=device_type, dtype=dtype)
-        fused = FusedChunks(probe)
-        log_z, _, kept = fused.statistics(raw)
-        fused.gradient(kept, log_z, torch.zeros((2, 1), dtype=torch.int64, device=device_type), log_z[:, None])
-    except Exception as error:  # whatever a missing compiler or driver raises
-        logger.warning(
-            "torch.compile does not work here, so the language-model head runs unfused, slower and with smaller "
-            "chunks: %s: %s",
-            type(error).__name__,
-            str(error).strip().splitlines()[0][:300] if str(error).strip() else "no message",
-        )
-        return False
-    return True
+    """Whether `FusedChunks` works here: a GPU that torch.compile has a compiler for."""
+    return device_type == "cuda" and dtype != torch.float64 and compiler_works(device_type)
 
 
 def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

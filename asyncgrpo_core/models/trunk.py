@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models.compiler import compiler_works
 from asyncgrpo_core.models.forward import causal_model
 from asyncgrpo_core.models.support import dense_attention_layers
 
@@ -72,6 +73,8 @@ def choose_trunk(
         return "eager", "the model carries an adapter"
     if world_size > 1:
         return "eager", "compiled layers were not measured over several ranks"
+    if not compiler_works(device.type):
+        return "eager", "torch.compile does not work here"
     if not dense_attention_layers(text_config):
         return "eager", "experts and recurrent layers branch on data, where a compiler gains nothing"
     return "compile", "every layer is attention and a dense block on a CUDA device"

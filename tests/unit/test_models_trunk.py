@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models import trunk
+from asyncgrpo_core.models.compiler import compiler_works
 from asyncgrpo_core.models.forward import install_packed_forward
 from asyncgrpo_core.models.trunk import choose_trunk, compile_layers, compiled_graphs, prepare_trunk
 from asyncgrpo_core.packing import pack_row
@@ -31,9 +33,29 @@ def choose(requested="auto", architecture="qwen3", device=CUDA, wrapped=False, w
         ({"requested": "compile", "device": CPU}, "compile", "asked"),
     ],
 )
-def test_the_choice_and_its_reason(case, want, why):
+def test_the_choice_and_its_reason(case, want, why, monkeypatch):
+    monkeypatch.setattr(trunk, "compiler_works", lambda device_type: True)
     choice, reason = choose(**case)
     assert choice == want and why in reason
+
+
+def test_auto_stays_eager_where_nothing_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(trunk, "compiler_works", lambda device_type: False)
+    assert choose() == ("eager", "torch.compile does not work here")
+
+
+def test_a_compiler_that_fails_is_told_once_and_never_raised(monkeypatch, caplog):
+    """Without CUDA the probe's own tensor cannot be made: any failure means that nothing can be compiled."""
+
+    def broken(function):
+        raise RuntimeError("no C compiler found\nat length")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    compiler_works.cache_clear()
+    assert not compiler_works("cuda") and not compiler_works("cuda") and not compiler_works("cpu")
+    (record,) = caplog.records
+    assert "RuntimeError: no C compiler found" in record.getMessage()
+    compiler_works.cache_clear()
 
 
 def test_an_unknown_name_is_refused():

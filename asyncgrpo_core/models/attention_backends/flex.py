@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils._triton import has_triton
 
 from asyncgrpo_core.models.attention_backends.call import AttentionCall
+from asyncgrpo_core.models.compiler import compiler_works
 from asyncgrpo_core.models.row_plan import RowPlan
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ compiled_shapes: set[tuple[Any, ...]] = set()
 
 def usable() -> bool:
     """Whether torch has the compiler that makes FlexAttention's kernels; without it a row's scores would be dense."""
-    return has_triton()
+    return compiler_works("cuda")
 
 
 def padded_length(num_tokens: int) -> int:
