@@ -11,6 +11,7 @@ micro-batch holds one row per rank and closes when the next sample has no place 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncgrpo_core.packing.trie import PrefixTrie, RowOffer, place
 from asyncgrpo_core.types import TrainingSample
@@ -25,6 +26,11 @@ class CostModel:
     """
 
     hidden_size: int = 1024
+
+    @classmethod
+    def of_model(cls, config: Any) -> CostModel:
+        """From a transformers config; of a vision-language model the text part counts."""
+        return cls(config.get_text_config().hidden_size)
 
     def sample_cost(self, num_tokens: int) -> float:
         return float(num_tokens) * (num_tokens + 12 * self.hidden_size)

@@ -17,6 +17,7 @@ from asyncgrpo_core.errors import ServerError, WeightSyncError
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.ledger_counts import CountsReader
 from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.packing.planner import CostModel
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.rollout.worker import RolloutWorker
 from asyncgrpo_core.slots import SlotBook
@@ -108,7 +109,7 @@ class Pipeline:
             ", ".join(self.args.server_urls),
             report.max_abs_logp_diff,
         )
-        self._start_worker(samples)
+        self._start_worker(samples, policy.row_cost)
 
     def _open_books(self, resumed: tuple[RolloutState, list[TrainingSample], Path] | None) -> list[TrainingSample]:
         self.buffer.clear()
@@ -140,7 +141,7 @@ class Pipeline:
         if self.worker is not None:
             self.worker.set_server_version(index, version)
 
-    def _start_worker(self, samples: list[TrainingSample]) -> None:
+    def _start_worker(self, samples: list[TrainingSample], row_cost: CostModel) -> None:
         args = self.args
         allowance = TokenAllowance(
             max_staleness=0 if args.synchronous else args.max_staleness,
@@ -176,6 +177,7 @@ class Pipeline:
             version=lambda: self.policy_version,
             should_stop=self._should_stop,
             world_size=args.world_size,
+            row_cost=row_cost,
             synchronous=args.synchronous,
         )
         self.source.loop_state = self._loop_state

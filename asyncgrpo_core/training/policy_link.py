@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.distributed.tensor import DTensor
 
 from asyncgrpo_core.models.adapter_files import ProbeWeights, save_adapter, served_adapter
-from asyncgrpo_core.models.forward import score_tokens
+from asyncgrpo_core.models.forward import causal_model, score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
+from asyncgrpo_core.packing.planner import CostModel
 from asyncgrpo_core.training.run_context import AdapterLink, PolicyLink
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def policy_link(trainer: AsyncGRPOTrainer) -> PolicyLink:
         dtype=str(dtype).removeprefix("torch."),
         device=trainer.args.device.type,
         adapter=adapter_link(model, ranks),
+        row_cost=CostModel.of_model(causal_model(model).config),
     )
 
 

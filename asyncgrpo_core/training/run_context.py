@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncgrpo_core.packing.planner import CostModel
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +63,7 @@ class PolicyLink:
 
     parameters: the current weights under Hugging Face names; score: the trainer's log-probabilities of
     tokens 1..n-1 of a canary; canary_ids: that canary; dtype and device: torch's own names; adapter: None when all
-    weights are trained.
+    weights are trained; row_cost: what a row costs it, for balancing ranks.
     """
 
     parameters: Callable[[], Iterable[tuple[str, Any]]]
@@ -70,6 +72,7 @@ class PolicyLink:
     dtype: str
     device: str
     adapter: AdapterLink | None = None
+    row_cost: CostModel = field(default_factory=CostModel)
 
 
 def count_one_more(sync: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.metrics import MetricWindow
-from asyncgrpo_core.packing.planner import MicroBatch, RowPlanner
+from asyncgrpo_core.packing.planner import CostModel, MicroBatch, RowPlanner
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.slots import SlotBook
 from asyncgrpo_core.types import Slot, TrainingSample
@@ -71,6 +71,7 @@ class SampleSource:
     Args:
         token_budget: most tokens in a row.
         world_size: rows per micro-batch.
+        row_cost: what they are balanced by.
         version: the current policy version (number of weight syncs done).
         should_stop: asked while waiting; True ends the wait without a step.
         synchronous: generate only while a step is being formed. The worker is shut out as soon as the rows are full,
@@ -91,16 +92,17 @@ class SampleSource:
         version: Callable[[], int],
         should_stop: Callable[[], bool],
         world_size: int = 1,
+        row_cost: CostModel | None = None,
         synchronous: bool = False,
     ) -> None:
         self.buffer, self.book, self.ledger, self.window, self.worker = buffer, book, ledger, window, worker
         self.allowance = allowance
         self.token_budget, self.max_staleness, self.world_size = token_budget, max_staleness, world_size
-        self._version, self._should_stop = version, should_stop
+        self._version, self._should_stop, self._row_cost = version, should_stop, row_cost
         self.pending: deque[TrainingSample] = deque()
         self.loop_state: Any = None  # the newest state of a custom loop
         self.wait_s = 0.0  # of the step being formed
-        self._granted_and_waiting = False  # tokens were granted, and nothing has come since
+        self._granted_and_waiting = False  # tokens were granted, and no group has come since
         self._forming: Step = []
         self._synchronous, self._shut, self._shuttings = synchronous, synchronous, 0
 
@@ -170,7 +172,9 @@ class SampleSource:
             samples, regenerate = self.book.apply(record)
             self._regenerate(regenerate)
             self.pending.extend(samples)
-            self._granted_and_waiting = False
+            # what the book refused is produced for the worker, and nobody will train it
+            self.allowance.consumed += _tokens(record.samples) - _tokens(samples)
+            self._granted_and_waiting &= record.outcome == "report"  # a worker that is only scoring reports too
             self.loop_state = record.loop_state if record.loop_state is not None else self.loop_state
         # Oldest policy first, then in the order of generation: a group of long rollouts arrives late and would
         # otherwise go stale behind shorter ones that started after it.
@@ -178,11 +182,11 @@ class SampleSource:
         self.ledger.write(self.book.drain_rows())
 
     def _next_microbatch(self) -> MicroBatch | None:
-        planner = RowPlanner(self.token_budget, world_size=self.world_size)
+        planner = RowPlanner(self.token_budget, world_size=self.world_size, cost=self._row_cost)
         waiting_since: float | None = None
         last_check = time.monotonic()
         while True:
-            is_idle = self._synchronous and self.worker.is_idle()  # asked before what it has made is taken
+            is_idle = self.worker.is_idle()  # asked before what it has made is taken
             self.drain()
             closed = self._fill(planner)
             if closed is not None:
@@ -198,7 +202,7 @@ class SampleSource:
             if is_idle:
                 self._grant_missing(planner)
             elif not self._synchronous and now - waiting_since > _STARVED_AFTER_S:
-                self._feed_starving()
+                self._feed_starving(planner)
             time.sleep(_POLL_S)
             self.wait_s += time.monotonic() - now
 
@@ -232,11 +236,14 @@ class SampleSource:
     def _grant_missing(self, planner: RowPlanner) -> None:
         """Let an idle worker make what the open micro-batch lacks."""
         capacity, forwarded = self.token_budget * self.world_size, planner.open_tokens
-        counted = _tokens(planner.open_samples)
         # samples that share tokens fill it slower than they count
-        missing = max(1, (capacity - forwarded) * counted // forwarded) if forwarded else capacity
-        produced = self.allowance.consumed - self.allowance.preloaded + counted + _tokens(_samples(self._forming))
-        self._grant(max(1, produced + missing - self.allowance.value))
+        missing = (capacity - forwarded) * _tokens(planner.open_samples) // forwarded if forwarded else capacity
+        self._grant(max(1, self._lacking(planner, max(1, missing))))
+
+    def _lacking(self, planner: RowPlanner, tokens: int) -> int:
+        """By how much the allowance is too small for `tokens` more than the worker has produced; no sample waits."""
+        taken = _tokens(planner.open_samples) + _tokens(_samples(self._forming))
+        return self.allowance.consumed - self.allowance.preloaded + taken + tokens - self.allowance.value
 
     def _fill(self, planner: RowPlanner) -> MicroBatch | None:
         """Move pending samples into the planner; the micro-batch once a sample does not fit any more."""
@@ -261,15 +268,17 @@ class SampleSource:
     def _put_back(self, samples: list[TrainingSample]) -> None:
         self.pending.extendleft(reversed(samples))
 
-    def _feed_starving(self) -> None:
+    def _feed_starving(self, planner: RowPlanner) -> None:
         # A row closes when the next sample does not fit, and samples that share tokens fill it slower than they
         # count: filling it can need more than the last step used. The worker then stands at its allowance while the
-        # trainer waits. Both idle is the sign; one row's tokens are granted, and again only when they have brought
-        # samples: a worker that scores for a minute is idle to the server too, and must not run ahead meanwhile.
+        # trainer waits: with no group left it says so (`is_idle`). With groups that are only being scored one row's
+        # tokens are granted, and again only when a group has come: they may take a minute, and the worker must not
+        # run ahead meanwhile.
         if self._granted_and_waiting or self.worker.in_flight() != 0 or self.buffer.size != 0:
             return
         self._granted_and_waiting = True
-        self._grant(self.token_budget * self.world_size)
+        row = self.token_budget * self.world_size
+        self._grant(max(row, self._lacking(planner, row)))
 
     def _grant(self, tokens: int) -> None:
         self.allowance.granted += tokens

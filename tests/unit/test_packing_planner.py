@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +102,12 @@ def test_the_cost_is_linear_for_short_and_quadratic_for_long_samples():
     cost = CostModel(hidden_size=100)
     assert cost.sample_cost(20) / cost.sample_cost(10) == pytest.approx(2, rel=0.02)
     assert cost.sample_cost(200_000) / cost.sample_cost(100_000) == pytest.approx(4, rel=0.02)
+
+
+def test_the_cost_of_a_model_is_that_of_its_text_parts_width():
+    assert CostModel.of_model(hf.GPT2Config(n_embd=96)) == CostModel(96)
+    vision_language = hf.Qwen3VLConfig(text_config={"hidden_size": 48}, vision_config={"hidden_size": 32})
+    assert CostModel.of_model(vision_language) == CostModel(48)
 
 
 def test_f125_f130_shared_tokens_count_once_against_the_budget():

@@ -15,10 +15,11 @@ from asyncgrpo_core.errors import RolloutError
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.ledger_counts import audit, counts
 from asyncgrpo_core.metrics import MetricWindow
+from asyncgrpo_core.packing.planner import CostModel
 from asyncgrpo_core.rollout.buffer import SampleBuffer
 from asyncgrpo_core.slots import SlotBook
 from asyncgrpo_core.training.source import SampleSource, TokenAllowance
-from asyncgrpo_core.types import Slot
+from asyncgrpo_core.types import GroupRecord, Slot
 from tests.unit.samples import make_record, make_sample
 
 
@@ -36,12 +37,15 @@ class Worker:
     def in_flight(self):
         return self.flying
 
+    def is_idle(self):
+        return False  # a group is being scored
+
     def set_allowance(self, tokens):
         self.allowances.append(tokens)
 
 
 class Rig:
-    def __init__(self, path, *, token_budget=10, max_staleness=4, num_rows=100, regenerate=True):
+    def __init__(self, path, *, token_budget=10, max_staleness=4, num_rows=100, regenerate=True, **source):
         self.buffer = SampleBuffer(path / "buffer")
         self.book = SlotBook(num_rows=num_rows, regenerate=regenerate)
         self.ledger = LedgerWriter(path / "ledger.sqlite", num_rows=num_rows)
@@ -59,6 +63,7 @@ class Rig:
             max_staleness=max_staleness,
             version=lambda: self.version,
             should_stop=lambda: self.stop(),
+            **source,
         )
 
     def put(self, *records):
@@ -111,6 +116,18 @@ def test_rows_fill_up_to_the_token_budget_in_arrival_order(rig):
     r.put(make_record(0), make_record(1), make_record(2))
     assert ids(r.source.next_step(1)) == [["s0-0-0-0", "s0-0-0-1"]]
     assert ids(r.source.next_step(1)) == [["s0-1-0-0", "s0-1-0-1"]]
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "lengths"),
+    [(0, [[8], [5, 2, 2, 1]]), (10_000, [[8, 1], [5, 2, 2]])],  # attention alone: quadratic; matrices alone: linear
+)
+def test_ranks_are_balanced_by_the_policys_own_cost(rig, hidden_size, lengths):
+    r = rig(token_budget=10, world_size=2, row_cost=CostModel(hidden_size))
+    r.put(*(make_record(i, 1, prompt_tokens=n - 1, completion_tokens=1) for i, n in enumerate([8, 5, 2, 2])))
+    r.put(make_record(4, 1, prompt_tokens=1, completion_tokens=0), make_record(5, 1, prompt_tokens=8))
+    (microbatch,) = r.source.next_step(1)
+    assert [[s.sequence.num_tokens for s in row] for row in microbatch.rows] == lengths
 
 
 def test_f021_a_step_has_one_row_per_accumulation(rig):
@@ -195,6 +212,49 @@ def test_a_trainer_that_starves_beside_an_idle_worker_grants_one_row(rig, monkey
     r.stop = lambda: next(polls, None) is None
     assert r.source.next_step(1) is None
     assert r.worker.allowances == [20]  # one step of 10, and one row granted, once
+
+
+def test_a_report_is_no_reason_for_another_grant(rig, monkeypatch):
+    """The worker reports every second; a group that is scored for a minute must not let it run a minute ahead."""
+    monkeypatch.setattr("asyncgrpo_core.training.source._STARVED_AFTER_S", 0.0)
+    r = rig(token_budget=10, max_staleness=1)
+    polls = []
+
+    def stop():
+        polls.append(1)
+        r.put(GroupRecord("report", metrics=[("rollout/concurrency", "mean", 0.0, 1.0)]))
+        r.source.drain()
+        return len(polls) > 20
+
+    r.stop = stop
+    assert r.source.next_step(1) is None
+    assert r.worker.allowances == [20]
+
+
+def test_a_grant_is_enough_to_start_a_group(rig, monkeypatch):
+    """Resumed samples that share their tokens: far more of them than a step, and the row is not full."""
+    monkeypatch.setattr("asyncgrpo_core.training.source._STARVED_AFTER_S", 0.0)
+    r = rig(token_budget=10, max_staleness=0)
+    made = [make_sample(7, prompt_tokens=4, completion_tokens=1, rollout=i) for i in range(8)]
+    for sample in made:
+        sample.sequence.token_ids[:] = 7
+    r.book.apply(dataclasses.replace(make_record(7), samples=made))
+    r.source.preload(made)
+    assert r.allowance.value == 10 - 40
+    polls = []
+    r.stop = lambda: polls.append(1) or len(polls) > 20
+    assert r.source.next_step(1) is None
+    assert r.worker.allowances == [10]  # of this worker's tokens: none is produced yet
+
+
+def test_tokens_that_the_book_refused_do_not_hold_the_worker_back(rig):
+    """The worker counts a group that it sends as produced, whatever the trainer makes of it."""
+    r = rig(token_budget=10, max_staleness=2)
+    r.put(make_record(0), make_record(0), make_record(1))
+    step = r.source.next_step(1)
+    r.source.finish_step(step, 1)
+    assert r.book.counters["refused_records"] == 1
+    assert r.worker.allowances[-1] == 10 + 10 + 2 * 10
 
 
 def test_a_row_of_shared_tokens_is_granted_for_until_it_is_full(rig, monkeypatch):
