@@ -254,6 +254,23 @@ def test_resumed_samples_are_used_before_new_ones_are_made(rig):
     assert source.next_step(1) is not None and worker.group_id > 0
 
 
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_resumed_samples_that_share_all_their_tokens_do_not_starve_the_first_step(rig, synchronous):
+    """They count whole against the allowance, far more than a step, and fill a corner of the row."""
+    source, worker = rig(synchronous=synchronous, max_staleness=0, num_microbatches=3)
+    made = [make_sample(500, prompt_tokens=45, completion_tokens=1, rollout=j) for j in range(20)]
+    for sample in made:
+        sample.sequence.token_ids[:] = 7
+    slot = Slot(0, 500, 500)
+    source.book.apply(GroupRecord("scored", slot, 0, 500, 0, made, 0.5, dispatched=[(slot, 0)]))
+    source.preload(made)
+    source.publish_allowance()
+    step = source.next_step(3)
+    assert {sample.sample_id for sample in made} < {sample.sample_id for sample in samples_of(step)}
+    assert worker.turns < 500
+    source.finish_step(step, 1)
+
+
 async def test_the_real_loop_reports_where_it_stands_idle(tmp_path):
     """Shut out: nothing is asked of the server. Opened: busy until all groups have ended and are in the buffer."""
     async with FakeVLLM(delay_s=0.02) as server:
