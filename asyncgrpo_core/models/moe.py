@@ -190,6 +190,8 @@ def _routers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, int]]:
         index = 1 if is_class else getattr(recorder, "index", 0)
         within = getattr(recorder, "layer_name", None)
         for name, module in decoder.named_modules():
+            if "original_module" in name.split("."):  # an adapter trains a copy of the router, and that one is called
+                continue
             inside = within is None or f".{within.strip('.')}." in f".{name}."
             if target is not None and isinstance(module, target) and inside:
                 yield module, index

@@ -153,6 +153,12 @@ def test_buckets_hold_every_query_once_and_waste_little():
     assert len(flat) <= 1.3 * sum(lengths)
     assert len(buckets) <= 8
     assert sum(len(b.starts) for b in buckets) == len(lengths)
+    assert all(b.causal == bool((b.starts == 0).all()) and b.causal != bool((b.starts > 0).all()) for b in buckets)
+
+
+def test_short_segments_share_a_bucket_whatever_their_ratio():
+    plan = RowPlan.from_segments(torch.tensor([0, *range(1, 10)]).cumsum(0))
+    assert len(plan.buckets()[0]) == 1
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,13 @@ def test_the_block_mask_marks_full_and_partial_blocks_rightly(name, window):
     """A block called full is visible throughout; one that is left out has no visible pair."""
     lengths, parents = (ROWS | BOUNDARIES)[name]
     plan = RowPlan.from_segments(torch.tensor([0, *lengths]).cumsum(0), torch.tensor(parents))
+    flex.block_mask(plan, 77)  # another layer's window
     mask = flex.block_mask(plan, window)
     n, block, length = plan.num_tokens, flex.BLOCK, flex.padded_length(plan.num_tokens)
     visible = torch.eye(length, dtype=torch.bool)
     visible[:n, :n] = visible_by_definition(name, window, ROWS | BOUNDARIES)
+    place = torch.arange(length)
+    assert torch.equal(mask.mask_mod(None, None, place[:, None], place[None]), visible)
     blocks = visible.view(length // block, block, length // block, block).transpose(1, 2)
     full = blocks.flatten(2).all(-1)
     some = blocks.flatten(2).any(-1)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import forward
-from asyncgrpo_core.models.forward import install_packed_forward
-from asyncgrpo_core.models.moe import install_router_loss, router_balance, router_coefficient
+from asyncgrpo_core.models.forward import causal_model, install_packed_forward
+from asyncgrpo_core.models.moe import _routers, install_router_loss, router_balance, router_coefficient
 from asyncgrpo_core.packing import pack_row
 from asyncgrpo_core.packing.trie_layout import tree_layout
 from tests.tiny_architectures import make_architecture
@@ -117,6 +119,7 @@ def test_f039_gradient_checkpointing_changes_nothing():
         for _ in range(2):  # a second forward must not find what the first one's recomputation left
             out = model(**row, temperature=1.0)
             (out.logprobs.sum() + 3 * out.aux_loss).backward()
+            assert router_balance(model)._collected is None  # nor keep its graph
         return out.aux_loss.item(), gradients(model)
 
     (plain, wanted), (checkpointed, got) = result(False), result(True)
@@ -239,3 +242,41 @@ def test_f039_an_architecture_with_another_balance_loss_is_refused(monkeypatch):
     monkeypatch.delattr(module, "load_balancing_loss_func")
     with pytest.raises(ConfigError, match="has no load-balancing loss in transformers"):
         install_router_loss(tiny_policy("qwen3_moe"), 0.1)
+
+
+def test_f039_a_router_that_an_adapter_trains_whole_is_the_one_that_counts():
+    row = pack_row(some_samples(count=2), 0)
+    want = with_loss(tiny_policy("qwen3_moe"))(**row, temperature=1.0).aux_loss
+    model = get_peft_model(
+        tiny_policy("qwen3_moe"), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
+    )
+    install_router_loss(causal_model(model), 0.5)
+    got = install_packed_forward(model)(**row, temperature=1.0).aux_loss
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    got.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert any("gate.modules_to_save" in name for name in trained)
+
+
+class _Router(torch.nn.Module):
+    pass
+
+
+class _Decoder(torch.nn.ModuleDict):
+    pass
+
+
+def test_routers_are_where_transformers_records_them():
+    """A class alone stands for the second output; a recorder says which output, and inside what."""
+    decoder = _Decoder({"mlp": torch.nn.ModuleDict({"gate": _Router()}), "indexer": _Router()})
+    model = SimpleNamespace(get_decoder=lambda: decoder)
+
+    def found(recorder):
+        _Decoder._can_record_outputs = {"router_logits": recorder}
+        return list(_routers(model))
+
+    gate, indexer = decoder["mlp"]["gate"], decoder["indexer"]
+    assert found(_Router) == [(gate, 1), (indexer, 1)]
+    assert found(SimpleNamespace(target_class=_Router, index=2, layer_name="mlp.gate")) == [(gate, 2)]
+    assert found([SimpleNamespace(target_class=_Router, index=0, layer_name="indexer")]) == [(indexer, 0)]
+    assert found(SimpleNamespace(target_class=_Router, index=0, layer_name="ate")) == found(None) == []
