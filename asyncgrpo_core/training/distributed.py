@@ -206,7 +206,7 @@ class Ranks:
         self._error_is_known = self._was_told = True
         error = decode_error(encoded, lambda text: AsyncGRPOError(f"Trainer rank 0 ended with {text}"))
         error.add_note(f"Raised on rank 0; rank {self.rank} was told.")
-        error.told_by_rank_zero = True  # type: ignore[attr-defined]
+        error.told_by_rank_zero = True  # type: ignore[attr-defined]  # read by launch.trainer_main
         return error
 
 
@@ -232,11 +232,6 @@ class _Iteration:
     def run_out(self) -> None:
         if not self._failed:
             deque(self._items, maxlen=0)
-
-
-def was_told(error: BaseException) -> bool:
-    """Whether an error is rank 0's, raised here only because this rank was told of it."""
-    return getattr(error, "told_by_rank_zero", False)
 
 
 def _failed(rank: int, encoded: tuple[bytes | None, str]) -> AsyncGRPOError:

@@ -229,7 +229,7 @@ class AsyncGRPOTrainer(RankedTrainer):
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[override]
-        """Mean loss over the trained tokens of one micro-batch. Nothing here waits for the device."""
+        """Mean loss over the trained tokens of one micro-batch. Only the row's plan is copied to the host."""
         with self.clock.part("fwd"):
             output = model(**inputs, temperature=self.args.temperature)
             normalizer = self.loss_settings.normalizer(inputs)
