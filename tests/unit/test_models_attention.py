@@ -153,12 +153,19 @@ def test_buckets_hold_every_query_once_and_waste_little():
     assert len(flat) <= 1.3 * sum(lengths)
     assert len(buckets) <= 8
     assert sum(len(b.starts) for b in buckets) == len(lengths)
-    assert all(b.causal == bool((b.starts == 0).all()) and b.causal != bool((b.starts > 0).all()) for b in buckets)
 
 
 def test_short_segments_share_a_bucket_whatever_their_ratio():
     plan = RowPlan.from_segments(torch.tensor([0, *range(1, 10)]).cumsum(0))
     assert len(plan.buckets()[0]) == 1
+
+
+def test_a_root_shares_no_bucket_with_a_continuation_of_its_size():
+    """Its causal mask is what kernels have built in."""
+    plan = RowPlan.from_segments(torch.tensor([0, 4, 104, 208]), torch.tensor([-1, 0, -1]))
+    assert [(bucket.causal, bucket.starts.tolist()) for bucket in plan.buckets()[0]] == [
+        (True, [0]), (False, [4]), (True, [0])
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,14 @@ from peft import LoraConfig, get_peft_model
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import forward
 from asyncgrpo_core.models.forward import causal_model, install_packed_forward
-from asyncgrpo_core.models.moe import _routers, install_router_loss, router_balance, router_coefficient
+from asyncgrpo_core.models.moe import (
+    RouterBalance,
+    _routers,
+    install_router_loss,
+    router_balance,
+    router_coefficient,
+    routing_sums,
+)
 from asyncgrpo_core.packing import pack_row
 from asyncgrpo_core.packing.trie_layout import tree_layout
 from tests.tiny_architectures import make_architecture
@@ -280,3 +287,21 @@ def test_routers_are_where_transformers_records_them():
     assert found(SimpleNamespace(target_class=_Router, index=2, layer_name="mlp.gate")) == [(gate, 2)]
     assert found([SimpleNamespace(target_class=_Router, index=0, layer_name="indexer")]) == [(indexer, 0)]
     assert found(SimpleNamespace(target_class=_Router, index=0, layer_name="ate")) == found(None) == []
+
+
+def test_sums_of_sixteen_bit_logits_are_float32():
+    """Added up in bfloat16, a count stops at 256."""
+    logits = torch.randn(5000, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counts, probabilities = routing_sums(logits, 1)
+    assert counts.sum() == 5000 and counts.dtype == probabilities.dtype == torch.float32
+    torch.testing.assert_close(probabilities, logits.softmax(-1).double().sum(0).float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_router_that_is_missed_or_counted_twice_is_an_error(calls):
+    balance = RouterBalance(coefficient=1.0, top_k=1, num_routers=2)
+    with balance.collecting():
+        for _ in range(calls):
+            balance.add(torch.zeros(3, 4))
+        with pytest.raises(ConfigError, match=f"saw {calls} of 2 routers"):
+            balance.loss()
