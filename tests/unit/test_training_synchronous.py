@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,7 +122,9 @@ def rig(tmp_path, monkeypatch):
             synchronous=synchronous,
         )
         source.publish_allowance()
-        monkeypatch.setattr(module.time, "sleep", lambda seconds: worker.turn())
+        # of this module alone: another thread that sleeps must not play the worker too
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: worker.turn())
+        monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(module, "_STARVED_AFTER_S", 0.0)
         made.append(ledger)
         return source, worker
