@@ -61,8 +61,10 @@ def record_batch(window: MetricWindow, step: Step, token_budget: int) -> tuple[i
     window.add("batch/samples_per_step", len(samples))
     window.add("batch/groups_per_step", len({(s.slot.epoch, s.slot.row, s.generation) for s in samples}))
     window.add("batch/microbatches_per_step", len(step))
-    window.add("batch/masked_token_frac", 1 - trained / total)
-    window.add("batch/packing_ratio", sum(s.sequence.num_tokens for s in samples) / total)
+    before_packing = sum(s.sequence.num_tokens for s in samples)
+    # Of the samples' tokens, not of the row's: there a position that many samples train would count many times.
+    window.add("batch/masked_token_frac", 1 - trained / before_packing)
+    window.add("batch/packing_ratio", before_packing / total)
     for microbatch in step:
         counts = microbatch.row_tokens
         costs = [visible_pairs(segments_of(row)) for row in microbatch.rows]  # of attention, not of the whole row

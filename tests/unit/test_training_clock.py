@@ -26,8 +26,8 @@ def test_f089_f090_pauses_come_out_under_the_name_of_their_phase():
     time.sleep(0.01)
     wall, parts = clock.finish_step()
     assert 0.04 <= parts["fwd"] < parts["fwd_bwd"]
-    assert 0.1 <= parts["fwd_bwd"]
-    assert 0.05 <= parts["optimizer"]
+    assert parts["fwd_bwd"] >= 0.1
+    assert parts["optimizer"] >= 0.05
     assert parts["fwd_bwd"] + parts["optimizer"] + 0.01 <= wall
     assert parts["optimizer"] < wall - parts["fwd_bwd"]  # it starts at the last backward pass, not at the first
 
