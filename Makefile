@@ -10,7 +10,7 @@ ARGS ?=
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup install-cpu install-gpu quickstart lint test unit integration slow chaos bench policy clean
+.PHONY: setup install-cpu install-gpu quickstart lint test unit integration slow chaos bench gpu policy clean
 
 setup: $(STAMP)
 
@@ -48,8 +48,9 @@ test: $(STAMP) lint
 unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
+# Real servers, and real trainer ranks under torchrun.
 integration: $(STAMP)
-	$(BIN)/python -m pytest tests/integration -m "not slow and not chaos and not gpu" $(ARGS)
+	$(BIN)/python -m pytest tests/integration tests/ranks -m "not slow and not chaos and not gpu" $(ARGS)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
@@ -63,6 +64,16 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packed_row --spread 24 --vocab 2000
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rollout_worker --parts
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.slow_reward
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packing
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.head_memory --repeats 2
+
+# What can only be measured on a GPU (needs torch, transformers and pytest; the last line also vLLM). See docs/gpu.md.
+GPU_PYTHON ?= $(BIN)/python
+gpu:
+	$(GPU_PYTHON) -m pytest tests/gpu -q $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu_trainer
+	$(GPU_PYTHON) -m benchmarks.head_memory --device cuda
+	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc
 
 # Make the shipped start policy again from the data it generates.
 policy: $(STAMP)
