@@ -150,12 +150,16 @@ def _filled(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backend(model: PreTrainedModel, device: torch.device) -> str:
-    """The attention back end for this device and compute dtype; decided and logged once for each.
+    return attention_backend(model, device, compute_dtype(next(model.parameters()).dtype, device))
+
+
+def attention_backend(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention back end of a model's packed forward on this device, computing in `dtype`; decided and logged once.
 
     Raises:
-        ConfigError: the one asked for does not fit them.
+        ConfigError: the one that `install_packed_forward` was asked for does not fit them.
     """
-    dtype = compute_dtype(next(model.parameters()).dtype, device)
+    model = causal_model(model)
     choices: dict[Any, str] = model.__dict__["_attention_choices"]
     if (device.type, dtype) not in choices:
         text = model.config.get_text_config()

@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from asyncgrpo_core.models.forward import install_packed_forward
+from asyncgrpo_core.models.forward import attention_backend, install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
 from asyncgrpo_core.models.trunk import prepare_trunk
 from asyncgrpo_core.training.config import AsyncGRPOConfig
@@ -34,8 +36,17 @@ def load_parts(
     policy = load_policy(model, args, peft_config=peft_config)
     processing_class = load_processing_class(name_of(model) if processing_class is None else processing_class, args)
     install_packed_forward(policy, args.attention_backend)
+    # Asked for here, so that a back end that does not fit is refused before a server is waited for.
+    attention_backend(policy, args.device, training_dtype(policy, args))
     prepare_trunk(policy, args.trunk_kernels, device=args.device, world_size=args.world_size)
     return policy, processing_class
+
+
+def training_dtype(policy: nn.Module, args: AsyncGRPOConfig) -> torch.dtype:
+    """What the layers compute in: the autocast of `bf16` or `fp16`, else the weights' own dtype."""
+    if args.bf16 or args.fp16:
+        return torch.bfloat16 if args.bf16 else torch.float16
+    return next(policy.parameters()).dtype
 
 
 def keep_to_one_gpu(args: AsyncGRPOConfig) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
+from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.quickstart import POLICY_DIR
 from asyncgrpo_core.training.config import AsyncGRPOConfig
-from asyncgrpo_core.training.trainer_parts import keep_to_one_gpu
+from asyncgrpo_core.training.trainer_parts import keep_to_one_gpu, load_parts, training_dtype
 
 
 @pytest.mark.parametrize("visible", [1, 4])
@@ -20,3 +23,17 @@ def test_several_visible_gpus_are_not_made_copies_of_the_policy(tmp_path, caplog
         keep_to_one_gpu(args)
     assert args.n_gpu == 1
     assert ("CUDA_VISIBLE_DEVICES" in caplog.text) == (visible > 1)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex", "hub"])
+def test_a_back_end_that_does_not_fit_is_refused_when_the_policy_is_loaded(tmp_path, backend):
+    """Before a server is waited for, not at the first row."""
+    args = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, attention_backend=backend)
+    with pytest.raises(ConfigError, match=f"attention_backend='{backend}'"):
+        load_parts(str(POLICY_DIR), args, None, None)
+
+
+@pytest.mark.parametrize(("fields", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16)])
+def test_layers_compute_in_autocasts_dtype_where_it_is_on(tmp_path, fields, dtype):
+    args = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, **fields)
+    assert training_dtype(torch.nn.Linear(2, 2), args) == dtype
