@@ -20,7 +20,7 @@ from asyncgrpo_core.server.control import VLLMControl
 from asyncgrpo_core.server.process import free_port, start_server
 from asyncgrpo_core.server.settings import ServerConfig
 from tests.conftest import MAX_MODEL_LEN, SERVED_MODEL_NAME, LiveServer
-from tests.integration.test_training_loop import digit_reward, trainer
+from tests.integration.test_training_loop import spread_reward, trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]  # a server of its own: 20 s
 
@@ -145,7 +145,7 @@ def test_held_out_prompts_are_answered_by_the_newest_adapter(lora_server, tmp_pa
             config=made.args,
             model_name=made.pipeline.model_name,
             rows=rows,
-            reward_funcs=[digit_reward],
+            reward_funcs=[spread_reward],
             seed=1,
             **made.pipeline.rollout_setup(),
         )

@@ -20,10 +20,9 @@ from asyncgrpo_core.training.checkpoint import load_rollout_state
 from asyncgrpo_core.training.run_context import RunContext
 
 
-def digit_reward(completions, **kwargs):
-    """Share of digits in the text: any policy gets a spread of rewards."""
-    texts = [completion[-1]["content"] for completion in completions]
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
+def spread_reward(completion_ids, **kwargs):
+    """Different for nearly all different replies, so that few groups have equal rewards, whatever the policy says."""
+    return [float(sum(ids) % 13) for ids in completion_ids]
 
 
 def raising_reward(completions, **kwargs):
@@ -42,7 +41,7 @@ def trainer(
     server,
     run_dir: Path,
     *,
-    reward=digit_reward,
+    reward=spread_reward,
     callbacks=None,
     rows=64,
     data: object = "numbers",  # a dataset, or None
@@ -58,7 +57,7 @@ def trainer(
         "learning_rate": 1e-3,
         "num_generations": 4,
         "max_completion_length": 6,
-        "token_budget": 200,
+        "token_budget": 64,  # forwarded and trained tokens: two or three groups
         "save_steps": 2,
         "max_concurrent_rollouts": 32,
         "vllm_server_timeout": 60.0,
@@ -320,7 +319,7 @@ class TellEnv:
 
 
 def test_f180_two_environments_mixed_by_a_column_train_together(vllm_server, tmp_path):
-    """The digit reward of the trainer comes on top of both."""
+    """The trainer's own reward comes on top of both."""
     rows = [{"environment": name, "question": i % 90} for i in range(24) for name in ("ask", "tell")]
     made = trainer(
         vllm_server,
@@ -333,13 +332,8 @@ def test_f180_two_environments_mixed_by_a_column_train_together(vllm_server, tmp
     made.train()
     logs = {name: value for entry in made.state.log_history for name, value in entry.items()}
     assert 0 <= logs["rewards/AskEnv/mean"] <= 1 and -2 <= logs["rewards/TellEnv/mean"] <= -1
-    assert "rewards/digit_reward/mean" in logs and logs["env/reward_s"] >= 0
+    assert "rewards/spread_reward/mean" in logs and logs["env/reward_s"] >= 0
     assert made.summary()["ledger"]["lost"] == 0
-
-
-def spread_reward(completion_ids, **kwargs):
-    """Different for nearly all different replies, whatever the policy says."""
-    return [float(sum(ids) % 13) for ids in completion_ids]
 
 
 def test_synchronous_steps_overlap_with_nothing_and_train_fresh_samples(vllm_server, tmp_path):
@@ -362,7 +356,6 @@ def test_synchronous_steps_overlap_with_nothing_and_train_fresh_samples(vllm_ser
     made = trainer(
         vllm_server,
         tmp_path,
-        reward=spread_reward,
         max_steps=4,
         token_budget=100,
         gradient_accumulation_steps=2,
@@ -384,7 +377,7 @@ def test_synchronous_steps_overlap_with_nothing_and_train_fresh_samples(vllm_ser
 
 
 def test_f019_max_staleness_0_goes_on_with_fresh_samples(vllm_server, tmp_path):
-    settings = {"reward": spread_reward, "token_budget": 100, "save_strategy": "no"}
+    settings = {"token_budget": 100, "save_strategy": "no"}
     made = trainer(vllm_server, tmp_path, max_steps=4, max_staleness=0, **settings)
     made.train()
     logs = [entry for entry in made.state.log_history if "loss" in entry]
