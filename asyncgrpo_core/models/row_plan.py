@@ -79,16 +79,24 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
-@dataclass
 class RowPlan:
-    """The segments of one row (module docstring). Counts and offsets are in tokens of the row."""
+    """The segments of one row (module docstring). Counts and offsets are in tokens of the row.
 
-    cu_segments: Tensor  # int32 [S + 1], on the model's device
-    parents: list[int]
-    lengths: list[int]
-    starts: list[int]
-    backend: str = "sdpa"  # which of models/attention_backends computes attention
-    _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
+    No dataclass: FSDP rebuilds those among a layer's arguments to cast their tensors, and every layer would get a plan
+    of its own and derive everything anew.
+
+    Attributes:
+        cu_segments: int32 [S + 1], on the model's device.
+        parents, lengths, starts: of the S segments.
+        backend: which of models/attention_backends computes attention.
+    """
+
+    def __init__(
+        self, cu_segments: Tensor, parents: list[int], lengths: list[int], starts: list[int], backend: str = "sdpa"
+    ) -> None:
+        self.cu_segments, self.parents, self.lengths, self.starts = cu_segments, parents, lengths, starts
+        self.backend = backend
+        self._derived: dict[Any, Any] = {}
 
     @classmethod
     def from_segments(cls, cu_segments: Tensor, parents: Tensor | None = None, backend: str = "sdpa") -> RowPlan:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +21,20 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    # A finalizer that the garbage collector runs in the middle of parsing (a forgotten asyncio task logs) breaks
+    # CPython 3.11's parser: "AST constructor recursion depth mismatch".
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()
+
+
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """(dotted module, line) of every import statement of a file, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

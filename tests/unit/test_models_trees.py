@@ -6,8 +6,11 @@ that need more than attention is in test_models_deltanet.py).
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models import attention as attention_module
 from asyncgrpo_core.models import forward as forward_module
 from asyncgrpo_core.models.forward import PolicyOutput, install_packed_forward
 from asyncgrpo_core.packing import pack_row
@@ -126,3 +129,26 @@ def test_a_model_whose_layers_never_ask_who_sees_whom_is_refused(monkeypatch):
         monkeypatch.setattr(layer.self_attn, "forward", lambda hidden_states, **kw: (hidden_states, None))
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM .*does not hand its keyword arguments on"):
         model(**row, temperature=1.0)
+
+
+def test_fsdps_mixed_precision_hands_every_layer_the_same_plan(tmp_path, monkeypatch):
+    """FSDP casts the tensors among a layer's arguments; it must not make a plan per layer on the way."""
+    row = pack_row(sharing_samples(), 4)
+    model = install_packed_forward(tiny_policy(dtype=torch.float32))
+    want = model(**row, temperature=1.0).logprobs
+    plans = []
+    attend = attention_module._BACKENDS["sdpa"]
+    monkeypatch.setitem(
+        attention_module._BACKENDS, "sdpa", lambda q, k, v, call: plans.append(call.plan) or attend(q, k, v, call)
+    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        got = model(**row, temperature=1.0).logprobs
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(plans) == 2 and plans[0] is plans[1]
+    assert (got - want).abs().max() < 0.2  # bfloat16
