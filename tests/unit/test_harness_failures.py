@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -191,3 +193,33 @@ async def test_requests_that_nobody_waits_for_leave_no_turn(tmp_path) -> None:
         assert caught.value.status_code == 410
         assert loop.in_flight_value.value == 0
     assert len(server.requests) == 3 and len(done.rollout.turns) == 1
+
+
+def test_a_harness_that_fails_while_its_rollout_is_cancelled_leaves_no_forgotten_error():
+    """asyncio logs an exception that nobody looked at when the garbage collector finds it, in whatever runs then."""
+    forgotten = []
+
+    class Failing(HarnessRolloutLoop):
+        def __init__(self):
+            self.harness_timeout, self.go = 60.0, asyncio.Event()
+
+        async def _call(self, base_url, api_key, prompt, row):
+            await self.go.wait()
+            raise ConnectionError("the sandbox is away")
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: forgotten.append(context["message"]))
+        session = SimpleNamespace(failed=asyncio.Event(), key="k", context=SimpleNamespace(row={}))
+        failing = Failing()
+        rollout = asyncio.create_task(failing._within_deadline(session, "http://127.0.0.1:1", []))
+        await asyncio.sleep(0.01)
+        failing.go.set()
+        rollout.cancel()
+        await asyncio.wait([rollout])
+        assert rollout.cancelled()
+        del rollout
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert forgotten == []

@@ -227,6 +227,8 @@ class HarnessRolloutLoop(AsyncRolloutLoop):
                 await asyncio.wait([task], timeout=_CANCEL_WAIT_S)
                 if not task.done():
                     logger.error("%s did not end when it was cancelled; it can ask nothing more", type(self).__name__)
+            if task.done() and not task.cancelled():
+                task.exception()  # seen: this rollout was cancelled meanwhile, and asyncio would log it as forgotten
 
     async def _call(self, base_url: str, api_key: str, prompt: list[dict[str, Any]], row: dict[str, Any]) -> Any:
         call = functools.partial(self.run_harness, base_url, api_key, prompt, row)
