@@ -91,6 +91,11 @@ def _requested(name: str, *, on_gpu: bool, flash: bool, softcap: float | None, t
         )
     if name == "flex" and not on_gpu:
         raise ConfigError("attention_backend='flex' is compiled for GPUs.", 'Use "auto", or "sdpa".')
+    if name == "flex" and not flex.usable():
+        raise ConfigError(
+            "attention_backend='flex' needs torch.compile, which does not work on this machine (the log says why).",
+            'Install Triton and a C compiler, or use "auto".',
+        )
     if name == "varlen" and softcap is not None:
         raise ConfigError(
             f"attention_backend='varlen' cannot cap attention scores (the model's cap is {softcap}).", 'Use "flex".'

@@ -281,7 +281,15 @@ def test_a_back_end_that_does_not_fit_is_refused(no_hub, case, message):
         choose(**case)
 
 
-def test_what_is_asked_for_is_taken():
+def test_flex_is_refused_where_nothing_can_be_compiled(monkeypatch):
+    """Uncompiled it would make a row's scores dense: a 79,000-token row would ask for hundreds of gigabytes."""
+    monkeypatch.setattr(flex, "usable", lambda: False)
+    with pytest.raises(ConfigError, match=r"needs torch\.compile"):
+        choose("flex")
+
+
+def test_what_is_asked_for_is_taken(monkeypatch):
+    monkeypatch.setattr(flex, "usable", lambda: True)
     assert choose("flex").backend == "flex" and choose("varlen").backend == "varlen"
     assert choose("sdpa").backend == "sdpa" and choose("sdpa", device="cpu").backend == "sdpa"
 
