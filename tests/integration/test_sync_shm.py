@@ -114,9 +114,17 @@ def test_running_requests_live_through_a_sync(vllm_server, policy, kv_after_sync
             pool.submit(generate_until, stop, vllm_server, prompt, length, "50")
             for prompt, length in zip(prompts, lengths, strict=True)
         ]
+        policy.change()
+        prepare = publisher.backend.prepare
+
+        def prepare_and_wait(version: int, *, compare: bool) -> Any:
+            """The last step before the pause: a slow machine's requests may all have ended while it prepared."""
+            transfer = prepare(version, compare=compare)
+            wait_until_running(vllm_server, 6)
+            return transfer
+
+        publisher.backend.prepare = prepare_and_wait
         try:
-            wait_until_running(vllm_server, 4)
-            policy.change()
             report = publisher.publish(51)
         finally:
             stop.set()
