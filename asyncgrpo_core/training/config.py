@@ -167,6 +167,10 @@ class AsyncGRPOConfig(TrainingArguments):
         object.__setattr__(self, "_passed", frozenset(kwargs))
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # training_args.bin lies in every checkpoint and in what is pushed: the token that writes to the hub must not.
+        return self.__dict__ | {"hub_token": None}
+
     def __post_init__(self) -> None:
         self._resolve_device()
         check_training(self)

@@ -9,16 +9,16 @@ from typing import Any
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import Trainer
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.training import sharded_checkpoint as sharded
 from asyncgrpo_core.training.distributed import Ranks
+from asyncgrpo_core.training.hub import HubTrainer
 
 logger = logging.getLogger(__name__)
 
 
-class RankedTrainer(Trainer):
+class RankedTrainer(HubTrainer):
     """What `AsyncGRPOTrainer` does differently from `Trainer` because there may be several ranks.
 
     Attributes:
@@ -134,6 +134,7 @@ class RankedTrainer(Trainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         self.accelerator.wait_for_everyone()  # every rank's files are there
         self.ranks.lead("checkpoint", lambda: self._complete(folder))
+        self.push_checkpoint(folder)
 
     def _complete(self, folder: Path) -> None:
         if folder.is_dir():  # else rotated away already

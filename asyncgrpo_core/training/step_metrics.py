@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 
 from asyncgrpo_core.metrics import MetricWindow
@@ -12,20 +11,19 @@ from asyncgrpo_core.training.mfu import segments_of, visible_pairs
 from asyncgrpo_core.training.source import Step
 
 
-def record_samples(window: MetricWindow, step: Step, version: int, now: float | None = None) -> None:
+def record_samples(window: MetricWindow, step: Step, version: int, taken_at: float) -> None:
     """`sample/*`, `reward_kept`, `reward_group_std` and `rewards/{func}/group_std`, one item per sample.
 
     Args:
         version: policy version that trained them (before this step's own sync).
-        now: wall-clock seconds, as in `TrainingSample.queued_at`.
+        taken_at: when they left the queue to be trained, wall-clock seconds as in `TrainingSample.queued_at`.
     """
-    now = time.time() if now is None else now
     for sample in (s for microbatch in step for s in microbatch.samples):
         staleness = version - sample.model_version
         window.add("sample/forwarded_tokens_mean", sample.sequence.num_tokens)
         window.add("sample/forwarded_tokens_max", sample.sequence.num_tokens)
         window.add("sample/trained_tokens_mean", sample.sequence.num_trained)
-        window.add("sample/time_in_queue_s", now - sample.queued_at)
+        window.add("sample/time_in_queue_s", taken_at - sample.queued_at)
         window.add("sample/staleness_mean", staleness)
         window.add("sample/staleness_max", staleness)
         if not math.isnan(sample.reward):  # no function scored its rollout: advantage 0, in no mean
@@ -78,13 +76,17 @@ def record_batch(window: MetricWindow, step: Step, token_budget: int) -> tuple[i
     return total, trained
 
 
-def record_trained(window: MetricWindow, step: Step, version: int, token_budget: int) -> tuple[int, int]:
+def record_trained(
+    window: MetricWindow, step: Step, version: int, token_budget: int, taken_at: float
+) -> tuple[int, int]:
     """`sample/*` and `batch/*` of one step; returns its forwarded and its trained tokens."""
-    record_samples(window, step, version)
+    record_samples(window, step, version, taken_at)
     return record_batch(window, step, token_budget)
 
 
-def record_skipped(window: MetricWindow, step: Step, version: int, token_budget: int) -> tuple[int, int]:
+def record_skipped(
+    window: MetricWindow, step: Step, version: int, token_budget: int, taken_at: float
+) -> tuple[int, int]:
     """As `record_trained` for a step that was not finite: it is counted and in no mean (beyond the reference)."""
     window.add("batch/skipped_nonfinite_count", 1)
     return sum(microbatch.num_tokens for microbatch in step), 0

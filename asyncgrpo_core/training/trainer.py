@@ -8,6 +8,7 @@ the loss is (`compute_loss`), what happens when a step ends (`PipelineCallback`)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ class AsyncGRPOTrainer(RankedTrainer):
         self._sums = LossSums()  # of the step, on the device
         self.router_aux_loss_coef = router_coefficient(causal_model(policy).config, args.router_aux_loss_coef)
         self._step: Step | None = None
+        self._taken_at = 0.0  # when its samples left the queue
         self.resume_folder: Path | None = None
         self.pipeline = Pipeline(
             args,
@@ -218,6 +220,7 @@ class AsyncGRPOTrainer(RankedTrainer):
 
     def _plan(self, num_batches: int) -> bool:
         self._step = self.pipeline.next_step(num_batches)
+        self._taken_at = time.time()
         return self._step is not None
 
     def training_step(self, model, inputs, num_items_in_batch=None):  # type: ignore[override]
@@ -273,7 +276,7 @@ class AsyncGRPOTrainer(RankedTrainer):
         self.pipeline.overlap.computing = False
         step, number, pipeline = self._step, self.state.global_step, self.pipeline
         record = record_skipped if self.guard.skip else record_trained
-        tokens, trained = record(self.window, step, pipeline.policy_version, pipeline.token_budget)
+        tokens, trained = record(self.window, step, pipeline.policy_version, pipeline.token_budget, self._taken_at)
         pipeline.counters.num_tokens += tokens
         pipeline.counters.trained_tokens += trained
         pipeline.finish_step(step, number, skipped=self.guard.skip)

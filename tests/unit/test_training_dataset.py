@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 from datasets import Dataset
-from transformers import Trainer
 
 from asyncgrpo_core import AsyncGRPOTrainer
 from asyncgrpo_core.errors import ConfigError, DataError
@@ -47,13 +46,6 @@ def test_train_signature_is_the_references():
         "trial",
         "ignore_keys_for_eval",
     ]
-
-
-def test_f196_push_to_hub_is_the_trainers_own_with_the_references_arguments():
-    parameters = inspect.signature(AsyncGRPOTrainer.push_to_hub).parameters
-    assert list(parameters) == ["self", "commit_message", "blocking", "token", "revision", "kwargs"]
-    assert parameters["commit_message"].default == "End of training" and parameters["blocking"].default is True
-    assert AsyncGRPOTrainer.push_to_hub is Trainer.push_to_hub
 
 
 def test_f192_map_dataset_and_stream():

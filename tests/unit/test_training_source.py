@@ -1,6 +1,6 @@
 """From buffer to rows: staleness, oversize, stop, starvation, token allowance.
 
-Rows F017, F019, F021, F027, F081, F088, F107, F108, F120.
+Rows F017, F019, F021, F027, F069, F081, F088, F107, F108, F120.
 """
 
 from __future__ import annotations
@@ -176,6 +176,16 @@ def test_without_regeneration_a_stale_group_is_dropped_at_once(rig):
     r.ledger.flush()
     with sqlite3.connect(r.ledger.path) as db:
         assert db.execute("select state, reason from slots where row = 0").fetchall() == [("dropped", "stale")]
+
+
+def test_f069_the_queue_is_measured_where_a_step_has_been_taken_from_it(rig):
+    r = rig(token_budget=10)
+    r.put(make_record(0), make_record(1), make_record(2))  # two samples each, two of them fill a row
+    r.source.next_step(1)
+    assert r.window.reduce()["rollout/queue_size"] == 4
+    r.put(make_record(3))
+    r.source.next_step(2)
+    assert r.window.reduce()["rollout/queue_size"] == 2
 
 
 def test_f088_a_sample_longer_than_the_budget_is_dropped_with_a_warning(rig, caplog):

@@ -30,7 +30,7 @@ def step():
 
 def test_f079_f080_sample_metrics_average_over_samples(step):
     window = MetricWindow()
-    record_samples(window, step, version=4, now=10.0)
+    record_samples(window, step, version=4, taken_at=10.0)
     values = window.reduce()
     assert values["sample/forwarded_tokens_mean"] == pytest.approx((5 + 7 + 7) / 3)
     assert values["sample/forwarded_tokens_max"] == 7
@@ -46,7 +46,7 @@ def test_f048_f050_f051_group_metrics_weigh_every_trained_sample_the_same(step):
         sample.func_group_stds = {"accuracy": 0.8}
     step[1].samples[0].reward = 4.0
     window = MetricWindow()
-    record_samples(window, step, version=0)
+    record_samples(window, step, version=0, taken_at=0.0)
     values = window.reduce()
     assert values["reward_group_std"] == pytest.approx((0.5 + 0.5 + 0.1) / 3)
     assert values["rewards/accuracy/group_std"] == pytest.approx((0.8 + 0.8 + 0.2) / 3)
@@ -134,7 +134,7 @@ def test_f083_a_group_that_was_generated_again_is_another_group():
 
 def test_a_skipped_step_counts_its_forwarded_tokens_and_nothing_trained(step):
     window = MetricWindow()
-    assert record_skipped(window, step, 0, 20) == (19, 0)
+    assert record_skipped(window, step, 0, 20, 0.0) == (19, 0)
     assert window.reduce() == {"batch/skipped_nonfinite_count": 1.0}
 
 
@@ -203,5 +203,5 @@ def test_a_metric_may_not_change_its_reduction():
 def test_f024_a_rollout_that_no_function_scored_is_in_no_mean_of_rewards():
     step = [microbatch(make_sample(0, reward=0.5), make_sample(0, reward=float("nan"), advantage=0.0, rollout=1))]
     window = MetricWindow()
-    record_samples(window, step, version=0)
+    record_samples(window, step, version=0, taken_at=0.0)
     assert window.reduce()["reward_kept"] == 0.5

@@ -90,6 +90,27 @@ def test_f089_f090_f092_every_phase_of_a_step_has_its_seconds(model, tmp_path):
         assert entry["perf/wall_clock_trained_tokens_per_s"] == pytest.approx(trained / entry["perf/step_s"])
 
 
+def test_f080_samples_age_until_their_step_begins_and_under_the_version_that_trains_them(model, tmp_path):
+    """Queued 100 s before their step is planned; forward, backward, optimizer and sync (0.2 s) are no waiting."""
+    trainer = make_trainer(model, tmp_path, callbacks=[SlowParts()])
+    pipeline = trainer.pipeline
+
+    def plan(number):
+        for age, microbatch in enumerate(pipeline.steps[number]):
+            for sample in microbatch.samples:
+                sample.queued_at, sample.model_version = time.time() - 100.0, number - age
+
+    def sync(number, link):
+        pipeline.policy_version = number  # that of the start is 0, that after step n is n
+        time.sleep(0.08)
+
+    pipeline.on_plan, pipeline.on_sync = plan, sync
+    trainer.train()
+    for entry in logs_of(trainer):
+        assert 100.0 <= entry["sample/time_in_queue_s"] < 100.15
+        assert (entry["sample/staleness_mean"], entry["sample/staleness_max"]) == (0.5, 1)
+
+
 def test_f093_no_utilization_is_logged_on_a_cpu(model, tmp_path):
     trainer = make_trainer(model, tmp_path, max_steps=1)
     trainer.train()
