@@ -185,7 +185,7 @@ def test_f053_f054_f055_sampling_metrics_by_hand():
 @pytest.mark.parametrize("score_centering", [False, True])
 def test_f057_f058_clip_ratios_by_hand(score_centering):
     """Two samples of four tokens. Low: r < 0.8 and A < 0. High: r > 1.3 and A > 0."""
-    ratios = [0.7, 0.9, 1.5, 0.6, 1.2, 1.4, 1.5, 0.7]
+    ratios = [0.7, 0.9, 1.5, 0.6, 1.25, 1.4, 1.5, 0.7]  # 1.25 is inside only by epsilon_high
     advantages = [-1.0] * 4 + [1.0] * 4
     settings = LossSettings(score_centering=score_centering, epsilon_high=0.3)
     top = {"top_p": [[0.5]] * 8, "top_q": [[0.5]] * 8} if score_centering else {}

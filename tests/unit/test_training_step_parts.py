@@ -23,13 +23,13 @@ def logs_of(trainer):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def clipped_surrogate_of(policy, microbatch):
+def clipped_surrogate_of(policy, microbatch, temperature):
     """The reference's formula, token by token: no term but the masked, clipped ratio. There is no reference policy."""
     total, count = 0.0, 0
     for sample in microbatch.samples:
         ids = torch.tensor(sample.sequence.token_ids, dtype=torch.int64)
         with torch.no_grad():
-            logp = policy(ids[None]).logits[0].log_softmax(-1)
+            logp = (policy(ids[None]).logits[0] / temperature).log_softmax(-1)
         for t in range(len(ids)):
             if not sample.sequence.loss_mask[t]:
                 continue
@@ -47,14 +47,16 @@ def models_in_memory():
     return sum(hasattr(model, "lm_head") for model in models)
 
 
-def test_f013_the_loss_is_the_policys_alone_and_one_model_is_in_memory(model, tmp_path):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])  # the sampler's log-probabilities are of the tempered policy
+def test_f013_the_loss_is_the_policys_alone_and_one_model_is_in_memory(model, tmp_path, temperature):
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager").eval()
     before = models_in_memory()
-    trainer = make_trainer(model, tmp_path, learning_rate=0.0, weight_decay=0.0, score_centering=False)
+    settings = {"learning_rate": 0.0, "weight_decay": 0.0, "score_centering": False, "temperature": temperature}
+    trainer = make_trainer(model, tmp_path, **settings)
     trainer.train()
     assert models_in_memory() - before == 1
     for step, entry in zip(trainer.pipeline.steps, logs_of(trainer), strict=True):
-        expected = sum(clipped_surrogate_of(policy, microbatch) for microbatch in step) / PER_STEP
+        expected = sum(clipped_surrogate_of(policy, microbatch, temperature) for microbatch in step) / PER_STEP
         assert entry["loss"] == pytest.approx(expected, rel=1e-5)
         assert not any("kl" in name for name in entry)
 
