@@ -62,6 +62,18 @@ def adapter(model: str, out: str, plain_checkpoint: str | None = None) -> None:
         train(kind, Path(model), Path(out), name="adapter-resumed", resume=Path(plain_checkpoint), **more)
 
 
+def mixed(model: str, out: str) -> None:
+    """FSDP2 with bf16 mixed precision from bf16 weights: the dtypes of weights, moments and files."""
+    settings = {"bf16": True, "weights": torch.bfloat16, "save_strategy": "steps", "save_steps": 2}
+    trainer = train("fsdp", Path(model), Path(out), name="mixed", **settings)
+    moments = [value for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()]
+    found = {
+        "weights": sorted({str(p.dtype) for p in trainer.model.parameters()}),
+        "moments": sorted({str(moment.dtype) for moment in moments if moment.ndim}),
+    }
+    (Path(out) / f"mixed-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
 class OnRankZero(TrainerCallback):
     """Asks for a checkpoint at the first log, and for the end at the second: on rank 0 alone, where metrics are."""
 
@@ -191,6 +203,7 @@ def everything(model: str, out: str, plain_checkpoint: str) -> None:
     """All of it in one start: importing torch and transformers takes longer than the runs."""
     parity(model, out, plain_checkpoint)
     adapter(model, out, str(Path(out) / "adapter-one" / "checkpoint-2"))
+    mixed(model, out)
     agree(model, out)
     fail(model, out)
     lose(model, out)

@@ -162,8 +162,16 @@ class Watch(TrainerCallback):
         self.gradients.append(grads)
 
 
-def make_trainer(model: Path, output: Path, *, callbacks: list[Any] | None = None, peft_config=None, **settings: Any):
-    """A trainer with a `FakePipeline`; `settings` are AsyncGRPOConfig's."""
+def make_trainer(
+    model: Path,
+    output: Path,
+    *,
+    callbacks: list[Any] | None = None,
+    peft_config=None,
+    weights: torch.dtype = torch.float64,
+    **settings: Any,
+):
+    """A trainer with a `FakePipeline`; `settings` are AsyncGRPOConfig's, `weights` what the policy is loaded in."""
     args = AsyncGRPOConfig(
         **(
             {
@@ -186,7 +194,7 @@ def make_trainer(model: Path, output: Path, *, callbacks: list[Any] | None = Non
             | settings
         )
     )
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=weights)
     trainer = AsyncGRPOTrainer(
         model=policy,
         reward_funcs=one_reward,

@@ -1,4 +1,5 @@
-"""One rank against two, on CPUs with gloo: DDP and FSDP2 (loss.md, oracle 6; F005, F021, F082, F083, F084, F086)."""
+"""One rank against two, on CPUs with gloo: DDP and FSDP2 (loss.md, oracle 6; F005, F021, F082, F083, F084, F086,
+F208)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncgrpo_core.errors import CheckpointError
@@ -148,6 +151,23 @@ def test_the_end_of_a_sharded_run_loads_like_any_model(two, folder, where):
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert difference(load(two, "fsdp")["parameters"], found) < 1e-6
     assert list((folder / where).glob("tokenizer*"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_f208_mixed_precision_keeps_float32_weights_and_moments_whatever_was_loaded(two, rank):
+    found = json.loads((two / f"mixed-{rank}.json").read_text())
+    assert found == {"weights": ["torch.float32"], "moments": ["torch.float32"]}
+    run = load(two, "mixed", rank)
+    assert run["sharded"] and all(torch.isfinite(value).all() for value in run["parameters"].values())
+
+
+def test_f208_mixed_precision_saves_the_float32_weights(two):
+    """Not in the mixed-precision dtype, as the reference does: a resume would start from rounded weights."""
+    with safe_open(two / "mixed" / "checkpoint-3" / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"F32"}  # noqa: SIM118
+    shards = FileSystemReader(two / "mixed" / "checkpoint-2" / "pytorch_model_fsdp_0").read_metadata()
+    tensors = [about for about in shards.state_dict_metadata.values() if hasattr(about, "properties")]
+    assert {about.properties.dtype for about in tensors} == {torch.float32} and len(tensors) > 20
 
 
 def test_an_adapter_is_trained_sent_merged_and_resumed_sharded(two):
