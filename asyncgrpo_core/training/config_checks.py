@@ -30,6 +30,7 @@ def check_training(config: AsyncGRPOConfig) -> None:
         raise ConfigError("use_liger_kernel=True is not supported.", "Leave it at False.")
     _check_sharding(config)
     _check_schedule(config)
+    _check_intervals(config)
     coefficient = config.router_aux_loss_coef
     _require(coefficient is None or coefficient >= 0, "router_aux_loss_coef", coefficient, ">= 0")
     if config.dtype not in ("auto", "bfloat16", "float16", "float32"):
@@ -55,7 +56,7 @@ def _check_sharding(config: AsyncGRPOConfig) -> None:
 
 def _check_schedule(config: AsyncGRPOConfig) -> None:
     """Without max_steps the number of steps is a ceiling far above what is run: nothing can be a share of it."""
-    schedule = str(getattr(config.lr_scheduler_type, "value", config.lr_scheduler_type))
+    schedule = _word(config.lr_scheduler_type)
     if config.max_steps > 0 or schedule == "constant":
         return
     if 0 < config.warmup_steps < 1:
@@ -70,6 +71,24 @@ def _check_schedule(config: AsyncGRPOConfig) -> None:
             "beforehand, so the learning rate will hardly decay. Set max_steps.",
             schedule,
         )
+
+
+def _check_intervals(config: AsyncGRPOConfig) -> None:
+    """transformers counts shares of its ceiling and ends of its own, endless epoch: neither comes in time."""
+    for what in ("logging", "save", "eval"):
+        steps, strategy = getattr(config, f"{what}_steps"), _word(getattr(config, f"{what}_strategy"))
+        if strategy == "steps" and config.max_steps <= 0 and steps is not None and 0 < steps < 1:
+            raise ConfigError(
+                f"{what}_steps={steps} is a share of all steps, and their number is not known beforehand: the time for "
+                "it would never come.",
+                f"Set max_steps, or give {what}_steps as a number of steps.",
+            )
+        if strategy == "epoch":
+            logger.warning(
+                "%s_strategy='epoch' acts once, when training ends: the passes over the prompts are not transformers' "
+                "epochs. Set %s_strategy='steps' and %s_steps.",
+                *(what, what, what),
+            )
 
 
 def check_sampling(config: AsyncGRPOConfig) -> None:
@@ -137,6 +156,11 @@ def check_pipeline(config: AsyncGRPOConfig) -> None:
         )
     if config.kv_after_sync not in ("recompute", "keep"):
         raise ConfigError(f"kv_after_sync={config.kv_after_sync!r} is unknown.", 'Use "recompute" or "keep".')
+
+
+def _word(value: Any) -> str:
+    """Of a setting that may be a member of one of transformers' enumerations."""
+    return str(getattr(value, "value", value))
 
 
 def _switched_on(variable: str) -> bool:

@@ -73,6 +73,23 @@ def test_f218_a_warmup_that_is_a_share_of_unknown_steps_is_refused(schedule, tmp
     assert AsyncGRPOConfig(**kwargs, max_steps=100).get_warmup_steps(100) == 10
 
 
+@pytest.mark.parametrize("what", ["logging", "save", "eval"])
+def test_f217_intervals_that_are_a_share_of_unknown_steps_are_refused(what, tmp_path):
+    kwargs = {"output_dir": str(tmp_path), "eval_strategy": "steps", f"{what}_steps": 0.1}
+    with pytest.raises(ConfigError, match=rf"{what}_steps=0\.1 .*never come.*Set max_steps"):
+        AsyncGRPOConfig(**kwargs)
+    AsyncGRPOConfig(**kwargs, max_steps=100)
+    AsyncGRPOConfig(**kwargs | {f"{what}_strategy": "no"})  # then nobody reads it
+
+
+@pytest.mark.parametrize("what", ["logging", "save", "eval"])
+def test_f217_epochs_of_transformers_end_only_with_training_and_that_is_said(what, tmp_path, caplog):
+    AsyncGRPOConfig(output_dir=str(tmp_path), max_steps=5)
+    assert "epoch" not in caplog.text
+    AsyncGRPOConfig(output_dir=str(tmp_path), **{f"{what}_strategy": "epoch"})
+    assert f"{what}_strategy='epoch' acts once" in caplog.text and f"{what}_steps" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])
 def test_f005_context_and_sequence_parallelism_are_refused(name, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=rf"parallelism_config\.{name}=2 .*Set {name}=1"):
