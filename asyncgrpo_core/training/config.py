@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from asyncgrpo_core.training.config_checks import check_pipeline, check_sampling, check_training
+from asyncgrpo_core.training.config_checks import check_fsdp, check_pipeline, check_sampling, check_training
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,7 @@ class AsyncGRPOConfig(TrainingArguments):
             logger.warning("ignore_data_skip=False has no meaning for a live rollout queue; using True.")
             self.ignore_data_skip = True
         super().__post_init__()
+        check_fsdp(self)
 
     @property
     def server_urls(self) -> list[str]:

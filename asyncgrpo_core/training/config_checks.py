@@ -54,6 +54,12 @@ def _check_sharding(config: AsyncGRPOConfig) -> None:
             raise ConfigError(f"parallelism_config.{name}={size} is not supported.", f"Set {name}=1.")
 
 
+def check_fsdp(config: AsyncGRPOConfig) -> None:
+    """Once transformers has read `fsdp_config`, and before accelerate is asked for what it says."""
+    if (getattr(config, "fsdp_plugin_args", None) or {}).get("fsdp_version", 2) != 2:
+        raise ConfigError("FSDP1 is not supported.", "Use FSDP2: fsdp_config={'version': 2}, the default.")
+
+
 def _check_schedule(config: AsyncGRPOConfig) -> None:
     """Without max_steps the number of steps is a ceiling far above what is run: nothing can be a share of it."""
     schedule = _word(config.lr_scheduler_type)

@@ -1,7 +1,8 @@
-"""When training stops, and what a learning-rate schedule needs to know about it (F216, F217, F218, F005)."""
+"""When training stops, and what a learning-rate schedule needs to know about it (F217, F218, F005)."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from types import SimpleNamespace
@@ -108,6 +109,21 @@ def test_f005_deepspeed_is_refused_as_an_argument_and_from_accelerates_launcher(
         AsyncGRPOConfig(output_dir=str(tmp_path))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
     AsyncGRPOConfig(output_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_f005_fsdp1_is_refused_before_a_device_is_looked_for(as_file, tmp_path):
+    for version in (2, 1):
+        config = {"version": version}
+        if as_file:
+            (tmp_path / "fsdp.json").write_text(json.dumps(config))
+            config = str(tmp_path / "fsdp.json")
+        kwargs = {"output_dir": str(tmp_path), "fsdp": True, "fsdp_config": config}
+        if version == 2:
+            assert AsyncGRPOConfig(**kwargs).fsdp_plugin_args["fsdp_version"] == 2
+            continue
+        with pytest.raises(ConfigError, match="FSDP1 .*'version': 2"):
+            AsyncGRPOConfig(**kwargs)
 
 
 def test_f209_a_negative_router_coefficient_is_out_of_range(tmp_path):

@@ -1,4 +1,4 @@
-"""Asked to stop: before training, by a signal in its first moments, and in a run that came before (F021)."""
+"""Asked to stop: before training, by a signal in its first moments, and in a run that came before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.ranks.rank_parts import NUM_STEPS, make_trainer
 from tests.tiny_model import write_model
 
 
-def test_f021_a_request_before_the_first_step_is_kept_and_one_of_an_earlier_run_is_not(tmp_path):
+def test_a_request_before_the_first_step_is_kept_and_one_of_an_earlier_run_is_not(tmp_path):
     """A signal is taken from before `train()` on: the checkpoint to resume from is looked for first."""
     trainer = make_trainer(write_model(tmp_path / "model"), tmp_path / "run")
     trainer.request_stop("SIGTERM")
@@ -20,7 +20,7 @@ def test_f021_a_request_before_the_first_step_is_kept_and_one_of_an_earlier_run_
     assert trainer.state.global_step == NUM_STEPS and trainer.stop_reason is None
 
 
-def test_f021_a_request_of_a_run_that_failed_is_forgotten(tmp_path):
+def test_a_request_of_a_run_that_failed_is_forgotten(tmp_path):
     trainer = make_trainer(write_model(tmp_path / "model"), tmp_path / "run")
 
     def stop_and_fail(number: int) -> None:
