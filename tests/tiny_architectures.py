@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from asyncgrpo_core.models.support import saved_tensors
 from tests.tiny_model import write_tokenizer
 
 _TEXT: dict[str, Any] = {
@@ -68,6 +69,41 @@ TEXT_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4": ("Glm4ForCausalLM", "Glm4Config", {}),
 }
+# Checkpoints of these hold more than parameters: saved buffers, which the trainer does not change and a server needs.
+_SIGMOID_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",  # of published configs; vLLM asks for it
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 32,  # also `head_dim`
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_GEMMA4 = {"global_head_dim": 64, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 211}
+BUFFERED_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", _SIGMOID_EXPERTS),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**_SIGMOID_EXPERTS, **_LATENT}),
+    "minimax_m2": (
+        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 32,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+    ),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig", {**_GEMMA, **_LAYERS, **_GEMMA4}),
+}
 VISION_LANGUAGE_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _MROPE),
     "qwen3_vl_moe": (
@@ -83,8 +119,9 @@ def make_architecture(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> PreTrainedModel:
     """A random model of two layers in train mode, attention and experts eager; `fields` go into its text config."""
-    if name in TEXT_ARCHITECTURES:
-        model_class, config_class, own = TEXT_ARCHITECTURES[name]
+    text = {**TEXT_ARCHITECTURES, **BUFFERED_ARCHITECTURES}
+    if name in text:
+        model_class, config_class, own = text[name]
         config = getattr(transformers, config_class)(**{**_TEXT, **own, **fields})
     else:
         model_class, config_class, own = VISION_LANGUAGE_ARCHITECTURES[name]
@@ -102,6 +139,9 @@ def make_architecture(
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms start as ones or zeros and biases as zeros: then one is as good as another
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for _, tensor in saved_tensors(model):
+            if not isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * 0.2)
     return model.to(dtype).train()
 
 

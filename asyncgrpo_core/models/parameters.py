@@ -1,4 +1,9 @@
-"""The policy's weights under the names a vLLM server loads: those of its checkpoint, adapters merged, ties once."""
+"""The policy's weights under the names a vLLM server loads: those of its checkpoint, adapters merged, ties once.
+
+Weights are parameters and *saved buffers*: DeepSeek's and GLM's `e_score_correction_bias`, which decides what experts
+a token gets, and Gemma 4's `layer_scalar` are no parameters, but without them a server computes something else. It
+cannot be trusted to have kept its own: vLLM makes a layer anew when it is sent a part of it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models.forward import causal_model
-from asyncgrpo_core.models.support import outside_text_model
+from asyncgrpo_core.models.support import outside_text_model, saved_tensors
 
 # Architectures whose published checkpoints hold fused experts as [experts, inputs, outputs]. transformers turns them
 # round when it loads them and not when it saves; vLLM wants them as published.
@@ -28,6 +33,7 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     * Names and layouts are those of the published checkpoint, which are what vLLM loads. They differ from the model's
       own where transformers converts a checkpoint when it loads it (the experts of a Mixture-of-Experts layer are one
       tensor in the model and one tensor each in most checkpoints); its own conversion is reversed, as when it saves.
+    * Buffers are yielded where the checkpoint holds them (persistent ones); training does not change them.
     * A tied pair (input and output embedding) is yielded once, under the embedding's name.
     * With PEFT, a layer that carries adapters is yielded merged (reference: "merges the adapter into the base model
       and sends the full merged weights"). The merge happens on a copy of that one layer, so the base weights are
@@ -81,7 +87,7 @@ def _as_published(base: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str
 
 @dataclass(frozen=True)
 class _Source:
-    """Parameters that are read together: one of the model's own, or those of a layer with adapters."""
+    """Tensors that are read together: one of the model's own, or those of a layer with adapters."""
 
     layer: str  # sources of one decoder layer follow each other
     shapes: dict[str, Tensor]  # on the meta device, by the name without adapters
@@ -92,21 +98,21 @@ def _sources(base: PreTrainedModel) -> Iterator[_Source]:
     adapted = _adapter_modules(base)
     done: set[str] = set()
     outside = outside_text_model(base)
-    for name, parameter in base.named_parameters():  # a tied parameter comes once, under its first name
+    for name, tensor in saved_tensors(base):
         if name in outside:
             continue
         owner = _owner(name, adapted)
         if owner is None:
-            yield _Source(_layer(name), {name: _meta(parameter)}, _reader(name, parameter))
+            yield _Source(_layer(name), {name: _meta(tensor)}, _reader(name, tensor))
         elif owner not in done:
             done.add(owner)
-            unmerged = _plain_layer(owner, adapted[owner]).named_parameters()
-            shapes = {f"{owner}.{suffix}": _meta(parameter) for suffix, parameter in unmerged}
+            unmerged = saved_tensors(_plain_layer(owner, adapted[owner]))
+            shapes = {f"{owner}.{suffix}": _meta(tensor) for suffix, tensor in unmerged}
             yield _Source(_layer(owner), shapes, _merging_reader(owner, adapted[owner]))
 
 
-def _reader(name: str, parameter: Tensor) -> Callable[[], Iterator[tuple[str, Tensor]]]:
-    return lambda: iter([(name, _full(parameter.detach()))])
+def _reader(name: str, tensor: Tensor) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    return lambda: iter([(name, _full(tensor.detach()))])
 
 
 def _merging_reader(owner: str, module: Any) -> Callable[[], Iterator[tuple[str, Tensor]]]:
@@ -169,8 +175,8 @@ def _effective(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
         while merged is not source:  # PEFT nests one wrapper per parameter when several of a module are adapted
             merged.merge()
             merged = merged.base_layer
-    for suffix, parameter in source.named_parameters():
-        yield f"{name}.{suffix}", _full(parameter.detach())
+    for suffix, tensor in saved_tensors(source):
+        yield f"{name}.{suffix}", _full(tensor.detach())
 
 
 def _full(tensor: Tensor) -> Tensor:

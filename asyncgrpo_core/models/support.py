@@ -8,14 +8,14 @@ before its weights are loaded (reference, 'Compatibility and constraints').
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from asyncgrpo_core.errors import ConfigError
@@ -133,13 +133,27 @@ def check_model(model: nn.Module) -> None:
             raise _sinks(f"{type(model).__name__} (parameter {name})")
 
 
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what a checkpoint of `module` holds: parameters and persistent buffers, a shared one once."""
+    seen: set[int] = set()
+    for path, inner in module.named_modules():
+        buffers = {n: b for n, b in inner._buffers.items() if n not in inner._non_persistent_buffers_set}
+        for name, tensor in (*inner._parameters.items(), *buffers.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{name}" if path else name, tensor
+
+
 def outside_text_model(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters outside the text model and its head: vision tower, projector. Empty for a text model."""
+    """Names of the tensors (`saved_tensors`) outside the text model and its head: vision tower, projector.
+
+    Empty for a text model.
+    """
     if model.config.get_text_config(decoder=True) is model.config:
         return set()
     parts = (model.get_decoder(), model.get_output_embeddings())
-    inside = {id(p) for part in parts if part is not None for p in part.parameters()}
-    return {name for name, p in model.named_parameters() if id(p) not in inside}
+    inside = {id(tensor) for part in parts if part is not None for _, tensor in saved_tensors(part)}
+    return {name for name, tensor in saved_tensors(model) if id(tensor) not in inside}
 
 
 def freeze_outside_text_model(model: PreTrainedModel) -> None:

@@ -1,4 +1,4 @@
-"""Every parameter that vLLM's model class has is sent, and none that it does not know, for each architecture (F138).
+"""All that vLLM's model class has is sent, parameters and buffers, and nothing that it does not know (F138).
 
 The model classes are vLLM's own, made in another process (nothing but sync/ may import vllm in this one).
 """
@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import save_file
 
 from asyncgrpo_core.models.parameters import iter_server_parameters
-from tests.tiny_architectures import NAMES, VISION_LANGUAGE_ARCHITECTURES, make_architecture
+from tests.tiny_architectures import BUFFERED_ARCHITECTURES, NAMES, VISION_LANGUAGE_ARCHITECTURES, make_architecture
 from tests.tiny_model import write_tokenizer
 
 pytestmark = pytest.mark.integration
@@ -43,7 +43,7 @@ def reports(tmp_path_factory) -> dict[str, dict]:
     """One process for all of them: importing vllm is most of the time."""
     root = tmp_path_factory.mktemp("names")
     # Experts first: vLLM makes the groups of its parallel layers for the first model.
-    names = sorted(NAMES, key=lambda name: "moe" not in name)
+    names = sorted((*NAMES, *BUFFERED_ARCHITECTURES), key=lambda name: "moe" not in name)
     if not HAS_TORCHVISION:
         names = [name for name in names if name not in VISION_LANGUAGE_ARCHITECTURES]
     for name in names:
@@ -58,7 +58,7 @@ def reports(tmp_path_factory) -> dict[str, dict]:
     return json.loads((root / "report.json").read_text())
 
 
-@pytest.mark.parametrize("architecture", NAMES)
+@pytest.mark.parametrize("architecture", [*NAMES, *BUFFERED_ARCHITECTURES])
 def test_f138_the_server_gets_every_parameter_and_knows_each_name(reports, architecture):
     if architecture in VISION_LANGUAGE_ARCHITECTURES and not HAS_TORCHVISION:
         pytest.skip("vLLM's vision-language models need torchvision, which is not installed")

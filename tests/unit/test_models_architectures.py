@@ -13,7 +13,7 @@ from asyncgrpo_core.models.parameters import iter_server_parameters
 from asyncgrpo_core.models.support import check_config, check_model, freeze_outside_text_model, outside_text_model
 from asyncgrpo_core.packing import pack_row
 from asyncgrpo_core.training.loss import LossSettings, async_grpo_loss
-from tests.tiny_architectures import NAMES, make_architecture
+from tests.tiny_architectures import BUFFERED_ARCHITECTURES, NAMES, make_architecture
 from tests.unit.policy_cases import (
     assert_same_gradients,
     dense_logprobs,
@@ -25,7 +25,13 @@ from tests.unit.policy_cases import (
 
 VOCAB, TOP = 200, 4
 # Shorter than the samples, so that it cuts.
-WINDOWS = {"gemma2": {"sliding_window": 5}, "gemma3": {"sliding_window": 5}, "mistral": {"sliding_window": 5}}
+ALL = [*NAMES, *BUFFERED_ARCHITECTURES]
+WINDOWS = {
+    "gemma4": {"sliding_window": 5},
+    "gemma2": {"sliding_window": 5},
+    "gemma3": {"sliding_window": 5},
+    "mistral": {"sliding_window": 5},
+}
 
 
 def policy(name):
@@ -58,7 +64,7 @@ def dense_policy(model, samples, row):
 
 
 @float64_throughout()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_f188_a_forked_row_equals_its_samples_forwarded_alone(name):
     """Log-probabilities, entropy, loss and gradients; the oracle is the architecture's own code, sample by sample."""
     samples = forked_samples()
@@ -78,12 +84,13 @@ def test_f188_a_forked_row_equals_its_samples_forwarded_alone(name):
     assert found.keys() == {n for n, _ in packed.named_parameters()} - outside_text_model(packed)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_f138_f189_every_trained_parameter_is_sent_once(name):
+@pytest.mark.parametrize("name", ALL)
+def test_f138_f189_every_weight_of_the_text_model_is_sent_once(name):
     """As many numbers as the trained text model has, and the same ones; names: test_models_parameters.py."""
     model = policy(name)
     outside = outside_text_model(model)
-    trained = [p.detach().flatten() for n, p in model.named_parameters() if n not in outside]
+    held = {id(t): t for n, t in model.state_dict(keep_vars=True).items() if n not in outside}  # a tied pair is one
+    trained = [tensor.detach().flatten() for tensor in held.values()]
     sent = list(iter_server_parameters(model))
     assert len({n for n, _ in sent}) == len(sent)
     every = torch.cat([tensor.flatten() for _, tensor in sent]).sort().values

@@ -12,7 +12,7 @@ from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import parameters
 from asyncgrpo_core.models.forward import install_packed_forward, score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
-from tests.tiny_architectures import NAMES, make_architecture, write_architecture
+from tests.tiny_architectures import BUFFERED_ARCHITECTURES, NAMES, make_architecture, write_architecture
 from tests.unit.policy_cases import tiny_policy
 
 IDS = [3, 8, 1, 1, 12, 5]
@@ -77,7 +77,7 @@ def test_wrappers_do_not_change_the_names():
     assert [n for n, _ in iter_server_parameters(wrapped)] == [n for n, _ in iter_server_parameters(model)]
 
 
-@pytest.mark.parametrize("architecture", [name for name in NAMES if name != "qwen3_vl_moe"])
+@pytest.mark.parametrize("architecture", [n for n in (*NAMES, *BUFFERED_ARCHITECTURES) if n != "qwen3_vl_moe"])
 def test_f138_what_is_sent_is_what_save_pretrained_writes(architecture, tmp_path):
     """Names, shapes and values: a server that loads the checkpoint takes exactly these (towers are not sent, F189)."""
     model = make_architecture(architecture)
