@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 from asyncgrpo_core.models.forward import attention_backend, install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
@@ -33,6 +33,7 @@ def load_parts(
 ) -> tuple[Any, Any]:
     """The policy with its packed forward, and its tokenizer (loaded by the model's name when none is given)."""
     keep_to_one_gpu(args)
+    set_seed(args.seed)  # an adapter begins at random: the same on every rank, and in every run of this seed
     policy = load_policy(model, args, peft_config=peft_config)
     processing_class = load_processing_class(name_of(model) if processing_class is None else processing_class, args)
     install_packed_forward(policy, args.attention_backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import peft
 import pytest
 import torch
 
@@ -23,6 +24,20 @@ def test_several_visible_gpus_are_not_made_copies_of_the_policy(tmp_path, caplog
         keep_to_one_gpu(args)
     assert args.n_gpu == 1
     assert ("CUDA_VISIBLE_DEVICES" in caplog.text) == (visible > 1)
+
+
+def test_the_configs_seed_decides_how_an_adapter_begins(tmp_path):
+    """Whatever the process drew before: the ranks of a run and a run that is repeated begin alike."""
+
+    def beginning(seed: int, drawn_before: int) -> list[torch.Tensor]:
+        torch.manual_seed(drawn_before)
+        args = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, seed=seed)
+        policy, _ = load_parts(str(POLICY_DIR), args, None, peft.LoraConfig(r=2, target_modules="all-linear"))
+        return [value.detach() for name, value in policy.named_parameters() if "lora_A" in name]
+
+    first = beginning(3, drawn_before=1)
+    assert len(first) > 10 and all(map(torch.equal, first, beginning(3, drawn_before=2)))
+    assert not any(map(torch.equal, first, beginning(4, drawn_before=1)))
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex", "hub"])
