@@ -108,6 +108,7 @@ class AsyncGRPOTrainer(RankedTrainer):
             callbacks=[PipelineCallback(self), *(callbacks or [])],
             optimizers=optimizers,
         )
+        causal_model(policy).add_model_tags(list(self._tag_names))  # for the model card of a push
         self.loss_is_scaled_for_ga = False  # the loss is a mean over one micro-batch
         self.loss_settings = LossSettings.from_config(args)
         self.mfu = MfuMeter.of_training(policy, policy.config, args)

@@ -120,6 +120,7 @@ def test_f196_the_model_goes_and_what_the_run_keeps_for_itself_stays(hub, model,
     needed = {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "README.md", "notes.md"}
     assert needed <= files.keys()
     assert not set(private) & files.keys() and not any("/" in name for name in files)
+    assert b"- async-grpo" in files["README.md"]
     assert not any(word in name for name in files for word in ("optimizer", "scheduler", "rng", "ledger", "samples"))
     assert not any(TOKEN.encode() in content for content in files.values())
     assert (output / "checkpoint-2" / "optimizer.pt").is_file() and (output / private[0]).is_file()  # only not pushed
@@ -144,6 +145,7 @@ def test_f196_of_an_adapter_only_the_adapter_goes(hub, model, tmp_path):
     trainer.push_to_hub(token="hf_other")
     files, token = hub.commits[0]["files"], hub.commits[0]["token"]
     assert {"adapter_model.safetensors", "adapter_config.json"} <= files.keys() and token == "hf_other"
+    assert b"- async-grpo" in files["README.md"]
     assert "model.safetensors" not in files and not set(private) & files.keys()
 
 
