@@ -76,6 +76,8 @@ def _obstacle(model: Any, config: Any) -> str | None:
     for name, module in _adapted(model):
         if not hasattr(module, "lora_A") or not module.lora_A:
             return f"{name} is adapted by {type(module).__name__}, which vLLM does not serve"
+        for variant in getattr(module, "lora_variant", {}).values():  # PEFT's word for more than A and B
+            return f"{name} is a {type(variant).__name__}, which vLLM does not serve"
     return None
 
 

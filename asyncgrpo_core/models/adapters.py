@@ -7,14 +7,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models.parameters import check_merge, server_names
 
 
 def wrap_adapter(model: PreTrainedModel, peft_config: Any) -> Any:
     """`peft.get_peft_model` with checks; every parameter outside the adapter is frozen.
 
     Raises:
-        ConfigError: PEFT is missing, the model already carries an adapter, the adapter sits on the head or on a tied
-            embedding, or is of a kind that cannot be merged into the weights (prompt learning).
+        ConfigError: PEFT is missing or refuses, the model already carries an adapter, the adapter sits on the head or
+            on a tied embedding, cannot be merged into the weights, or changes which weights there are.
     """
     try:
         import peft
@@ -24,18 +25,54 @@ def wrap_adapter(model: PreTrainedModel, peft_config: Any) -> Any:
         raise ConfigError(
             "peft_config was given for a model that is already wrapped in an adapter.", "Pass one of the two."
         )
-    if getattr(peft_config, "is_prompt_learning", False):
+    _check_kind(peft_config)
+    before = server_names(model)
+    try:
+        wrapped = peft.get_peft_model(model, peft_config)
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(
-            f"{type(peft_config).__name__} learns a prompt; packed rows and the weight sync need mergeable layers.",
+            f"PEFT cannot put this {type(peft_config).__name__} on {type(model).__name__}: {error}",
+            "Change peft_config (model.lora in a run's config).",
+        ) from error
+    check_adapter(wrapped)
+    strange = server_names(wrapped) ^ before
+    if strange:
+        raise ConfigError(
+            f"{type(peft_config).__name__} changes which weights the model has ({', '.join(sorted(strange)[:3])}), so "
+            "that a server could not load the merged model.",
             "Use LoRA.",
         )
-    wrapped = peft.get_peft_model(model, peft_config)
-    check_adapter(wrapped)
     return wrapped
 
 
+def _check_kind(peft_config: Any) -> None:
+    """Refuse adapters that are no change of the model's weights, whatever they are put on."""
+    kind = type(peft_config).__name__
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise ConfigError(
+            f"{kind} learns a prompt; packed rows and the weight sync need mergeable layers.", "Use LoRA."
+        )
+    if getattr(peft_config, "alora_invocation_tokens", None):
+        raise ConfigError(
+            "alora_invocation_tokens applies the adapter to a part of each prompt; packed rows and merged weights "
+            "apply it to all.",
+            "Leave alora_invocation_tokens out.",
+        )
+    if getattr(peft_config, "layer_replication", None):
+        raise ConfigError(
+            "layer_replication repeats layers, of which packed rows and the server know nothing.",
+            "Leave layer_replication out.",
+        )
+
+
 def check_adapter(wrapped: Any) -> None:
-    """Refuse adapters on the head, or on an embedding that is tied to it (also for models that came wrapped)."""
+    """Refuse what cannot be trained and sent (also for models that came wrapped).
+
+    Raises:
+        ConfigError: the adapter sits on the head or on an embedding that is tied to it, or cannot be merged.
+    """
+    for name in wrapped.active_adapters:
+        _check_kind(wrapped.peft_config[name])
     base = wrapped.get_base_model()
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
     if _is_wrapped(head):
@@ -48,6 +85,7 @@ def check_adapter(wrapped: Any) -> None:
             "The adapter sits on an input embedding that is tied to lm_head: merged, it would change both.",
             "Leave the embedding out of target_modules and modules_to_save.",
         )
+    check_merge(wrapped)
 
 
 def _is_wrapped(module: Any) -> bool:

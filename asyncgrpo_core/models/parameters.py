@@ -156,6 +156,7 @@ def _plain_layer(name: str, module: Any) -> nn.Module:
     """
     if hasattr(module, "modules_to_save"):  # trained in full, the original is kept beside it
         return module.modules_to_save[module.active_adapters[0]]
+    module = _mergeable(module)
     if hasattr(module, "merge"):
         return module.get_base_layer()
     raise ConfigError(
@@ -164,19 +165,53 @@ def _plain_layer(name: str, module: Any) -> nn.Module:
     )
 
 
+def _mergeable(module: Any) -> Any:
+    """The part of a wrapped module that merges: of an embedding some of whose rows are trained, an adapter inside."""
+    return getattr(module, "token_adapter", module)
+
+
 @torch.no_grad()
 def _effective(name: str, module: Any) -> Iterator[tuple[str, Tensor]]:
     """The weights that a wrapped module computes with, under the names it has without the wrapper."""
-    if hasattr(module, "modules_to_save"):
-        source = _plain_layer(name, module)
-    else:
-        merged = copy.deepcopy(module)
-        source = _plain_layer(name, merged)
-        while merged is not source:  # PEFT nests one wrapper per parameter when several of a module are adapted
+    source = _plain_layer(name, module)
+    if not hasattr(module, "modules_to_save"):
+        merged = copy.deepcopy(_mergeable(module))
+        while hasattr(merged, "merge"):  # PEFT nests one wrapper per parameter when several of a module are adapted
             merged.merge()
             merged = merged.base_layer
+        source = merged
     for suffix, tensor in saved_tensors(source):
         yield f"{name}.{suffix}", _full(tensor.detach())
+
+
+def server_names(model: nn.Module) -> set[str]:
+    """What the model calls the tensors of `iter_server_parameters`, before they get their checkpoint's names."""
+    return {name for source in _sources(causal_model(model)) for name in source.shapes}
+
+
+def check_merge(model: nn.Module) -> None:
+    """Merge one layer of each kind of adapter, on a copy, so that what cannot be sent is known before a run starts.
+
+    Raises:
+        ConfigError: an adapter that cannot be merged.
+    """
+    smallest: dict[Any, tuple[int, str, nn.Module]] = {}
+    for name, module in _adapter_modules(causal_model(model)).items():
+        _plain_layer(name, module)
+        inner = getattr(_mergeable(module), "lora_variant", {}).values()
+        kind = (type(module), *sorted(type(variant).__name__ for variant in inner))
+        size = sum(tensor.numel() for _, tensor in saved_tensors(module))
+        if kind not in smallest or size < smallest[kind][0]:
+            smallest[kind] = (size, name, module)
+    for _, name, module in smallest.values():
+        try:
+            for _ in _effective(name, module):
+                pass
+        except (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"The adapter of {name} cannot be merged into full weights: {str(error) or type(error).__name__}.",
+                "Use LoRA, or another adapter that PEFT merges.",
+            ) from error
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from peft.tuners.lora.config import KasaConfig, MontecloraConfig
 from safetensors.torch import load_file
 
 from asyncgrpo_core.models.adapter_files import ProbeWeights, save_adapter, served_adapter
@@ -67,6 +68,8 @@ def test_what_a_server_needs_to_know():
         ({"modules_to_save": ["norm"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias"),
         ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"kasa_config": KasaConfig(), "target_modules": ["q_proj"]}, "KasaLinear"),  # more than A and B
+        ({"monteclora_config": MontecloraConfig(), "target_modules": ["q_proj"]}, "MontecloraLinear"),
     ],
 )
 def test_f140_adapters_that_vllm_does_not_serve(changes, word):

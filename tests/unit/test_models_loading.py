@@ -201,6 +201,20 @@ def test_an_adapter_trains_alone(folder):
         ("llama", peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head"),
         ("qwen3", peft.LoraConfig(target_modules=["embed_tokens"]), "tied"),
         ("qwen3", peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "learns a prompt"),
+        ("qwen3", peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3]), "lm_head"),  # tied to it
+        (
+            "llama",
+            peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3], task_type="CAUSAL_LM"),
+            "part of each prompt",
+        ),
+        ("llama", peft.LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 2], [1, 2]]), "repeats layers"),
+        (
+            "llama",
+            peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+            r"changes which weights .*adaption_prompt",
+        ),
+        ("llama", peft.PolyConfig(target_modules=["q_proj"]), "cannot be merged into full weights: NotImplemented"),
+        ("llama", peft.LoraConfig(target_modules=["qkv"]), r"PEFT cannot put this LoraConfig on LlamaForCausalLM.*qkv"),
     ],
 )
 def test_f007_adapters_that_cannot_be_synced_are_refused(architecture, adapter, message):
@@ -208,10 +222,13 @@ def test_f007_adapters_that_cannot_be_synced_are_refused(architecture, adapter, 
         load_policy(tiny_policy(architecture), config(), peft_config=adapter)
 
 
-def test_f007_a_second_adapter_and_a_wrapped_head_are_refused():
+def test_f007_a_second_adapter_a_learned_prompt_and_a_wrapped_head_are_refused():
     wrapped = peft.get_peft_model(tiny_policy("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="already wrapped"):
         load_policy(wrapped, config(), peft_config=peft.LoraConfig(target_modules=["q_proj"]))
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="learns a prompt"):
+        load_policy(peft.get_peft_model(tiny_policy("llama"), prompts), config())
     on_head = peft.get_peft_model(tiny_policy("llama"), peft.LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ConfigError, match="lm_head"):
         load_policy(on_head, config())

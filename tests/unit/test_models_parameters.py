@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.models import parameters
+from asyncgrpo_core.models.adapters import check_adapter
 from asyncgrpo_core.models.forward import install_packed_forward, score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
 from tests.tiny_architectures import BUFFERED_ARCHITECTURES, NAMES, make_architecture, write_architecture
@@ -68,6 +69,36 @@ def test_the_merged_weights_compute_what_the_adapted_model_computes(kwargs):
     base = install_packed_forward(tiny_policy("qwen3"))
     assert score_tokens(base, IDS) != pytest.approx(want, abs=1e-3)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[3, 5]),
+        peft.TrainableTokensConfig(token_indices=[3, 5], target_modules=["embed_tokens"]),
+        peft.LNTuningConfig(target_modules=["input_layernorm", "norm"]),
+        peft.LoraConfig(r=3, target_modules=["embed_tokens"]),
+        peft.LoraConfig(r=3, target_modules=["q_proj"], bias="all", modules_to_save=["mlp"]),
+        peft.VeraConfig(r=3, target_modules=["q_proj"]),
+        peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"]),
+    ],
+    ids=["rows_beside_lora", "rows", "norms", "embedding", "biases_and_modules", "shared_buffers", "rotations"],
+)
+def test_f138_whatever_an_adapter_trains_is_in_what_is_sent(config):
+    """Oracle: the adapted model's own forward, after a change of everything that it trains."""
+    model = peft.get_peft_model(tiny_policy("llama"), config).eval()
+    check_adapter(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    sent = dict(iter_server_parameters(model))
+    server, base = (tiny_policy("llama").eval() for _ in range(2))
+    assert sent.keys() == server.state_dict().keys()
+    server.load_state_dict(sent)
+    ids = torch.tensor([IDS])
+    torch.testing.assert_close(server(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-6)
+    assert (base(ids).logits - model(ids).logits).abs().max() > 1e-3
 
 
 def test_wrappers_do_not_change_the_names():
