@@ -125,6 +125,11 @@ class TrainingSection(BaseModel):
     @classmethod
     def _refuse_run_folder_fields(cls, data: Any) -> Any:
         if isinstance(data, dict):
+            if data.get("hub_token") is not None:  # its value is not repeated
+                raise ConfigError(
+                    "training.hub_token is a secret, and a config is kept in the run's folder and by its trackers.",
+                    "Remove it and set HF_TOKEN in the environment.",
+                )
             for key, instead in _OWNED_BY_THE_RUN.items():
                 if data.get(key) is not None:
                     raise ConfigError(f"training.{key} = {data[key]!r} is set by the run itself.", instead)

@@ -172,6 +172,12 @@ def test_a_contradiction_is_refused_with_both_keys(overrides, parts):
         assert part in message
 
 
+def test_a_token_is_refused_and_not_repeated():
+    """It would be written into the run's folder, to MLflow and to Prefect."""
+    message = refused(["training.hub_token=hf_secret"])
+    assert "training.hub_token" in message and "HF_TOKEN" in message and "hf_secret" not in message
+
+
 def test_a_setting_said_in_its_own_section_reaches_training():
     cfg = parse(["sampling.temperature=0.7", "checkpoint.every_steps=5", "server.url=http://a:1/"])
     assert cfg.training.explicit() == {
