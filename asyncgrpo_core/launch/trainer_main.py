@@ -87,6 +87,7 @@ def run(cfg: RunConfig, run_dir: Path, stop: StopSignal) -> None:
         trainer = _train_and_tell(cfg, run_dir, attempt, inputs, stop)
     else:
         trainer = build_trainer(cfg, run_dir, attempt, inputs, [])
+        _await_servers(cfg, trainer)
         stop.arm(trainer.request_stop)
         trainer.train(resume_from_checkpoint=attempt.resume_from)
     if trainer.stop_reason is not None:
@@ -140,12 +141,19 @@ def _error_written(run_dir: Path) -> Iterator[None]:
 
 
 def _await_servers(cfg: RunConfig, trainer: AsyncGRPOTrainer) -> None:
-    """Here and not in `train()`, so that the wait counts as no training time."""
-    trainer.ranks.open()  # the others hear that rank 0 is alive
-    try:
+    """Rank 0 waits, and the others with it: training would begin with a collective, which waits for `ddp_timeout` only.
+
+    Here and not in `train()`, so that the wait counts as no training time.
+    """
+
+    def wait() -> None:
         for url in trainer.args.server_urls:
             with VLLMControl(url) as control:
                 control.wait_until_ready(max(cfg.server.start_timeout_s, cfg.training.vllm_server_timeout))
+
+    trainer.ranks.open()
+    try:
+        trainer.ranks.lead("servers", wait)
     except BaseException as error:
         trainer.ranks.fail(error)
         raise

@@ -4,7 +4,8 @@
     checkpoint-N/buffered_samples.pkl    samples generated and not yet trained
 
 `rollout_state.json` is written last, by rename: a folder without it, or whose files differ from its manifest,
-is not a checkpoint (a kill can hit at any byte).
+is not a checkpoint (a kill can hit at any byte). All of it is written in `.saving/checkpoint-N` and then renamed, so
+that a run that comes to a step again (it went on from an older checkpoint) never mixes two checkpoints.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 SAMPLES_NAME = "buffered_samples.pkl"
 SCHEMA = 1
+SAVING = ".saving"  # beside the checkpoints: the one that is being written
 
 
 @dataclass
@@ -69,6 +72,32 @@ def complete_checkpoint(folder: Path, pipeline: Pipeline, global_step: int) -> N
     samples = pipeline.buffered_samples()
     pipeline.ledger.snapshot(folder / "ledger.sqlite")
     save_rollout_state(folder, pipeline.rollout_state(global_step), samples)
+
+
+def clear_unfinished(output_dir: Path) -> None:
+    """Remove what a save left that did not come to its end."""
+    shutil.rmtree(output_dir / SAVING, ignore_errors=True)
+
+
+def publish(output_dir: Path, name: str) -> None:
+    """Give a checkpoint in `.saving` its name; one that has the name already is removed."""
+    made, final, replaced = output_dir / SAVING / name, output_dir / name, output_dir / SAVING / "replaced"
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(made, final)
+    clear_unfinished(output_dir)
+
+
+def not_written(folder: Path, error: BaseException) -> CheckpointError:
+    """What ends a run whose checkpoint could not be written. Names the first failure of a sharded one."""
+    failures = getattr(error, "failures", None)
+    cause = next(iter(failures.values()))[0] if failures else error
+    free = shutil.disk_usage(folder.parent).free / 2**20
+    return CheckpointError(
+        f"The checkpoint {folder} could not be written ({type(cause).__name__}: {' '.join(str(cause).split())[:300]}); "
+        f"the older ones are as they were. {free:,.0f} MiB are free there now.",
+        "Make room on that disk, or see that it can be written to, then resume.",
+    )
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -15,9 +15,13 @@ Every rank makes the same calls in the same order, each with a name: ranks that 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncgrpo_core.errors import AsyncGRPOError, RankLostError
 from asyncgrpo_core.training.rank_channel import Hub, Spoke, connect, decode_error, encode_error
@@ -25,6 +29,9 @@ from asyncgrpo_core.training.rank_channel import Hub, Spoke, connect, decode_err
 logger = logging.getLogger(__name__)
 
 _HANG_UP_S = 120.0  # rank 0 closes its pipeline within this time after an error
+# A failed collective is seen at once, by whoever is in it; the word of the rank that it failed for takes a little
+# longer. Rank 0 passes such a word on, so the others wait longer than it does.
+_LEADER_ASKS_S, _OTHERS_ASK_S = 3.0, 10.0
 
 
 class Ranks:
@@ -160,6 +167,28 @@ class Ranks:
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
+    def explained(self, error: BaseException) -> BaseException:
+        """What ended another rank, when `error` is a collective that failed for it; else `error` itself.
+
+        gloo and NCCL only say that a connection is gone, or that nothing came in time.
+        """
+        if self._end is None or not _is_of_a_collective(error):
+            return error
+        deadline = time.monotonic() + (_LEADER_ASKS_S if self.is_leader else _OTHERS_ASK_S)
+        while (news := self._end.news()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if news is None:
+            return RankLostError(
+                f"A collective of rank {self.rank} failed, and no trainer rank has said why "
+                f"({' '.join(str(error).split())[:200]}).",
+                f"A rank hangs or is slower than ddp_timeout ({self._deadline_s:g} s): look at the ends of "
+                "logs/trainer-<rank>.log of the run.",
+            )
+        rank, what = news
+        if isinstance(what, RankLostError):
+            return what
+        return _failed(rank, what) if self.is_leader else self._told(what)
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks of an error that ends this one. They need not listen; nothing is raised."""
         if self._error_is_known or self._end is None:
@@ -236,6 +265,16 @@ class _Iteration:
 
 def _failed(rank: int, encoded: tuple[bytes | None, str]) -> AsyncGRPOError:
     return AsyncGRPOError(
-        f"Trainer rank {rank} failed with {' '.join(encoded[1].split())}",
+        f"Trainer rank {rank} failed with {' '.join(encoded[1].split()).rstrip('.')}.",
         f"The traceback is in its log (logs/trainer-{rank}.log of the run).",
     )
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """Of torch.distributed: gloo raises plain RuntimeErrors, and a sharded checkpoint wraps what failed in it."""
+    for link in (error, error.__cause__):
+        text = str(link).lower()
+        plain = isinstance(link, RuntimeError | CheckpointException) and ("gloo" in text or "nccl" in text)
+        if plain or isinstance(link, torch.distributed.DistError):
+            return True
+    return False

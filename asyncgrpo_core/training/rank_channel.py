@@ -70,7 +70,7 @@ class Wire:
             try:
                 # not a socket timeout: that belongs to the sending thread
                 if left <= 0 or not self._readable(left):
-                    raise TimeoutError("nothing was heard in time")
+                    raise TimeoutError(f"nothing was heard in time; ddp_timeout is {self._deadline_s:g} s")
                 got = self._socket.recv_into(view[done:])
             except OSError as error:
                 raise self._lost(error) from error
@@ -86,9 +86,11 @@ class Wire:
 
     def _lost(self, error: OSError | None) -> RankLostError:
         why = "its process has ended" if error is None else f"{type(error).__name__}: {error}"
+        number = self._other.rpartition(" ")[2]
         return RankLostError(
-            f"The connection to {self._other} is lost ({why}).",
-            "The cause is in that rank's log (logs/trainer-<rank>.log of the run).",
+            f"The connection to trainer {self._other} is lost ({why}).",
+            f"Look at the end of its log (logs/trainer-{number}.log of the run); a process that ended without an error "
+            "there was killed, mostly because memory ran out.",
         )
 
 
@@ -113,6 +115,18 @@ class Hub:
                 wire.send(message, _TELL_S)
             except RankLostError:
                 continue  # that rank has ended by itself
+
+    def news(self) -> tuple[int, tuple[bytes | None, str] | RankLostError] | None:
+        """A rank that has ended by itself, and its error (None: no word of one); messages before it are dropped."""
+        for rank, wire in self.wires.items():
+            try:
+                while wire.has_message():
+                    kind, _, value = wire.receive(_TELL_S)
+                    if kind == "error":
+                        return rank, value
+            except RankLostError as lost:
+                return rank, lost
+        return None
 
     def close(self) -> None:
         self._closed.set()
@@ -143,6 +157,17 @@ class Spoke:
     def send(self, message: Any) -> None:
         self._wire.send(message)
 
+    def news(self) -> tuple[int, tuple[bytes | None, str] | RankLostError] | None:
+        """As `Hub.news`, of rank 0."""
+        try:
+            while self._wire.has_message():
+                message = self._wire.receive(_TELL_S)
+                if message[0] == "error":
+                    return 0, message[2]
+        except RankLostError as lost:
+            return 0, lost
+        return None
+
     def wait_for_hang_up(self, timeout_s: float) -> None:
         """Wait until rank 0 has closed the connection; whatever else it says is not heard."""
         deadline = time.monotonic() + timeout_s
@@ -172,7 +197,14 @@ def connect(rank: int, world_size: int, deadline_s: float) -> Hub | Spoke:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=world_size)
         where = [(listener.getsockname()[1], secrets.token_bytes(32))]
-    torch.distributed.broadcast_object_list(where, src=0)
+    try:
+        torch.distributed.broadcast_object_list(where, src=0)
+    except RuntimeError as error:
+        raise RankLostError(
+            f"Rank {rank} did not find all trainer ranks at the start ({' '.join(str(error).split())[:200]}).",
+            "One of them ended while it loaded the policy or the data: look at the ends of logs/trainer-<rank>.log of "
+            "the run; one without an error there was killed, mostly because memory ran out.",
+        ) from error
     port, key = where[0]
     if listener is None:
         return _join(host, port, key, rank, deadline_s)

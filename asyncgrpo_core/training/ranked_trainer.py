@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from transformers.trainer_utils import rotate_checkpoints
 
-from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.errors import AsyncGRPOError, ConfigError
 from asyncgrpo_core.training import sharded_checkpoint as sharded
+from asyncgrpo_core.training.checkpoint import SAVING, clear_unfinished, not_written, publish
 from asyncgrpo_core.training.distributed import Ranks
 from asyncgrpo_core.training.hub import HubTrainer
 
@@ -30,6 +35,7 @@ class RankedTrainer(HubTrainer):
     training_has_ended = False
     _stop_reason: str | None = None
     _asked_to_stop: str | None = None  # on a rank that is not 0, which decides
+    _is_saving = False  # transformers' files go to a folder aside
 
     def create_accelerator_and_postprocess(self) -> None:
         """As transformers, with FSDP2 also on CPUs, and checkpoints in shards unless the config says otherwise.
@@ -42,6 +48,8 @@ class RankedTrainer(HubTrainer):
         if plugin_args is not None and not says_how:
             plugin_args["state_dict_type"] = "SHARDED_STATE_DICT"
         super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1:  # on CPUs transformers does not pass it on
+            _set_pg_timeout(timedelta(seconds=self.args.ddp_timeout))
         state = self.accelerator.state
         if plugin_args is not None and state.distributed_type == DistributedType.MULTI_CPU:
             # accelerate would ignore the plugin there, without a word, and use DDP
@@ -71,8 +79,11 @@ class RankedTrainer(HubTrainer):
             failed = False
             return output
         except BaseException as error:
-            self.ranks.fail(error)
-            raise
+            cause = self.ranks.explained(error)
+            self.ranks.fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             self._close(close, failed)
 
@@ -129,16 +140,41 @@ class RankedTrainer(HubTrainer):
         """Rank 0: write what makes a folder a whole checkpoint."""
         raise NotImplementedError
 
-    def _save_checkpoint(self, model, trial) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        self.accelerator.wait_for_everyone()  # every rank's files are there
-        self.ranks.lead("checkpoint", lambda: self._complete(folder))
-        self.push_checkpoint(folder)
+    def _get_output_dir(self, trial) -> str:
+        folder = super()._get_output_dir(trial)
+        return str(Path(folder) / SAVING) if self._is_saving else folder
 
-    def _complete(self, folder: Path) -> None:
-        if folder.is_dir():  # else rotated away already
-            self.complete_checkpoint(folder)
+    def _save_checkpoint(self, model, trial) -> None:
+        """As transformers, but a checkpoint gets its name, and older ones go, only when it is whole.
+
+        Raises:
+            CheckpointError: it could not be written; the older ones are as they were.
+        """
+        home, name = Path(self._get_output_dir(trial)), f"checkpoint-{self.state.global_step}"
+        if self.is_world_process_zero():
+            clear_unfinished(home)
+        self.accelerator.wait_for_everyone()  # nobody writes before it is cleared
+        self._is_saving = True
+        try:
+            super()._save_checkpoint(model, trial)
+        except AsyncGRPOError:
+            raise
+        except (Exception, CheckpointException) as error:  # a full disk is no OSError to torch and safetensors
+            raise not_written(home / name, error) from error
+        finally:
+            self._is_saving = False
+        self.accelerator.wait_for_everyone()  # every rank's files are there
+        self.ranks.lead("checkpoint", lambda: self._complete(home, name))
+        self.push_checkpoint(home / name)
+
+    def _complete(self, home: Path, name: str) -> None:
+        try:
+            self.complete_checkpoint(home / SAVING / name)
+            publish(home, name)
+        except OSError as error:
+            raise not_written(home / name, error) from error
+        best = self.state.best_model_checkpoint
+        rotate_checkpoints(str(home), self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model, ready for `from_pretrained` and vLLM; under FSDP every rank must call it.

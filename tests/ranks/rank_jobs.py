@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from itertools import islice
@@ -197,6 +198,34 @@ def stopped(model: str, out: str) -> None:
     trainer.train()
     found = [trainer.state.global_step, trainer.stop_reason]
     (Path(out) / f"stopped-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def end_inside(model: str, out: str, where: str, how: str) -> None:
+    """Rank 1 gets a signal in the middle of the second step's forward, backward or save; what rank 0 makes of it."""
+    stop = StopSignal()
+    stop.install()  # torchrun sends TERM to the rank that is left: it must get as far as to say why
+    sharded = where != "backward"
+    trainer: Any = make_trainer(
+        Path(model), Path(out) / "run", fsdp=sharded, ddp_timeout=8, save_strategy="steps", save_steps=1
+    )
+    stop.arm(trainer.request_stop)
+    rank = trainer.args.process_index
+    holder = trainer.accelerator if where == "backward" else trainer
+    name = {"forward": "compute_loss", "backward": "backward", "save": "_save_optimizer_and_scheduler"}[where]
+    real = getattr(holder, name)
+
+    def ending(*args: Any, **kwargs: Any) -> Any:
+        if rank == 1 and trainer.state.global_step == (2 if where == "save" else 1):
+            os.kill(os.getpid(), getattr(signal, how))
+        return real(*args, **kwargs)
+
+    setattr(holder, name, ending)
+    try:
+        trainer.train()
+    except Exception as error:
+        ended = [type(error).__name__, str(error), trainer.pipeline.stopped]
+        (Path(out) / f"ended-{rank}.json").write_text(json.dumps(ended))
+        raise
 
 
 def everything(model: str, out: str, plain_checkpoint: str) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
-from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, RankLostError, ServerError
+from asyncgrpo_core.errors import AsyncGRPOError, CheckpointError, ConfigError, RankLostError, ServerError
 from asyncgrpo_core.training import distributed
 from asyncgrpo_core.training.distributed import Ranks
 from asyncgrpo_core.training.rank_channel import Hub, Spoke, Wire, _greeted
@@ -188,6 +189,76 @@ def test_a_dead_rank_is_noticed_by_rank_zero():
     made[1].close(failed=True)
     with pytest.raises(RankLostError, match="rank 1 is lost"):
         made[0].check()
+
+
+GLOO = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. GLHF!"
+
+
+def broken_collective() -> RuntimeError:
+    return RuntimeError(GLOO)
+
+
+def broken_save() -> CheckpointError:
+    """What a sharded checkpoint makes of it."""
+    error = CheckpointError("The checkpoint could not be written.")
+    error.__cause__ = CheckpointException("save", {1: (RuntimeError(GLOO), None)})
+    return error
+
+
+@pytest.mark.parametrize("broken", [broken_collective, broken_save])
+def test_a_broken_collective_is_explained_by_the_rank_that_broke_it(broken):
+    """In the middle of a forward nobody listens: the word of another rank waits in the connection."""
+    made = ranks(3)
+    made[1].gather("metrics", "of the step before")
+    made[2].fail(ZeroDivisionError("a bug of rank 2."))
+    assert "rank 2 failed with ZeroDivisionError: a bug of rank 2. The traceback" in str(made[0].explained(broken()))
+    made = ranks(3)
+    made[2].close(failed=True)  # killed
+    cause = made[0].explained(broken())
+    assert isinstance(cause, RankLostError) and "rank 2 is lost (its process has ended)" in str(cause)
+    assert "logs/trainer-2.log" in str(cause)
+
+
+def test_a_broken_collective_is_explained_by_rank_zero_too():
+    made = ranks(2)
+    made[0].fail(ServerError("The server is away.", "Start it."))
+    assert isinstance(cause := made[1].explained(broken_collective()), ServerError)
+    assert cause.told_by_rank_zero and str(cause) == "The server is away. Start it."
+    made = ranks(2)
+    made[0].close(failed=True)
+    assert isinstance(cause := made[1].explained(broken_collective()), RankLostError)
+    assert "rank 0 is lost" in str(cause) and "logs/trainer-0.log" in str(cause)
+
+
+def test_the_rank_between_hears_the_cause_and_not_its_own_broken_collective():
+    """Rank 2 fails, ranks 0 and 1 find the same collective broken: all of them name rank 2's error."""
+    made = ranks(3)
+
+    def work(r: Ranks) -> None:
+        error = ZeroDivisionError("a bug of rank 2") if r.rank == 2 else broken_collective()
+        cause = r.explained(error)
+        r.fail(cause)
+        raise cause
+
+    errors = on_all(made, work)
+    assert all("ZeroDivisionError: a bug of rank 2" in f"{type(e).__name__}: {e}" for e in errors)
+
+
+def test_a_collective_that_nobody_explains_names_the_deadline(monkeypatch):
+    monkeypatch.setattr("asyncgrpo_core.training.distributed._LEADER_ASKS_S", 0.1)
+    made = ranks(2, deadline_s=17.0)  # rank 1 hangs
+    cause = made[0].explained(broken_collective())
+    assert isinstance(cause, RankLostError) and "ddp_timeout (17 s)" in str(cause) and "reset by peer" in str(cause)
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("x"), RuntimeError("CUDA out of memory"), ServerError("gloo"), KeyboardInterrupt()]
+)
+def test_a_rank_s_own_error_is_its_own(error):
+    made = ranks(2)
+    made[1].close(failed=True)
+    assert made[0].explained(error) is error
+    assert Ranks(0, 1, 1.0).explained(broken_collective()).args == (GLOO,)  # alone
 
 
 def test_no_rank_leaves_before_rank_zero_has_ended():
