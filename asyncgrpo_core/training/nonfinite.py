@@ -5,6 +5,7 @@
     guard.saw_gradient(norm)               after clipping
     guard.keep_out(optimizer, scaler)      before the optimizer step; all ranks decide the same
     guard.save(...)                        every rank, when the step has ended
+    guard.heard(findings)                  rank 0: what the other ranks found wrong in their rows
     guard.check(...)                       rank 0: the error after too many in a row
 
 One bad micro-batch spoils the whole step, because its gradient is added to the others'. Skipped means: weights,
@@ -48,7 +49,7 @@ class NonFiniteGuard:
         self.rank, self.world_size = rank, world_size
         self.in_a_row = 0
         self._saved = 0
-        self._findings: list[str] = []
+        self.findings: list[str] = []  # what is wrong with the rows of a skipped step, as sentences
         self.begin([])
 
     def begin(self, rows: Sequence[Mapping[str, Tensor]]) -> None:
@@ -59,6 +60,7 @@ class NonFiniteGuard:
         self._norm: Tensor | None = None
         self.skip = False
         self._expected = False
+        self.findings = []
         self._bad: list[list[bool]] = []  # [rank][micro-batch], the last column is the gradient
 
     def saw_loss(self, loss: Tensor, logprobs: Tensor) -> None:
@@ -104,25 +106,35 @@ class NonFiniteGuard:
     def _cause(self) -> str:
         return "loss" if any(flag for rank in self._bad for flag in rank[:-1]) else "gradient"
 
-    def save(self, number: int, step: Sequence[MicroBatch] | None = None, tokenizer: Any = None) -> None:
+    def save(
+        self,
+        number: int,
+        step: Sequence[MicroBatch] | None = None,
+        tokenizer: Any = None,
+        model: nn.Module | None = None,
+    ) -> None:
         """Write the offending rows of a skipped step: every rank its own, rank 0 also who their samples are.
 
         Args:
             number: of the step.
             step: the rows of all ranks, on rank 0.
             tokenizer: for the samples' text; None leaves it out.
+            model: looked at for parameters that are not finite (this rank's shard) when the run is about to end.
         """
         if not self.skip or self._expected:
             return
         mine = [i for i in range(len(self._rows)) if self._is_offending(self.rank, i)]
         rows = {i: self._with_policy(i) for i in mine}
-        self._findings = [finding for i, row in rows.items() for finding in _bad_tensors(i, row)]
+        of = f" of rank {self.rank}" if self.world_size > 1 else ""
+        self.findings = [finding for i, row in rows.items() for finding in _bad_tensors(f"micro-batch {i}{of}", row)]
+        if model is not None and self.in_a_row >= self.max_in_a_row:
+            self.findings += _bad_parameters(model)
         logger.warning(
             "Step %d is skipped: its %s is not finite (%d in a row). %s",
             number,
             self._cause,
             self.in_a_row,
-            " ".join(self._findings) or "Every tensor of the rows is finite.",
+            " ".join(self.findings) or "Every tensor of the rows is finite.",
         )
         self._saved += 1
         if self._saved > _MOST_STEPS_SAVED:
@@ -137,23 +149,23 @@ class NonFiniteGuard:
             content = {"format": FORMAT, "step": number, **self._facts(), "samples": self._samples(step, tokenizer)}
             (self.folder / f"step-{number}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False))
 
-    def check(self, number: int, model: nn.Module | None = None) -> None:
-        """End the run after too many skipped steps in a row; on rank 0, after `save`.
+    def heard(self, findings: Iterable[str]) -> None:
+        """What another rank found in its rows and its shard of the policy: the cause may lie there alone."""
+        self.findings += [finding for finding in findings if finding not in self.findings]
 
-        Args:
-            model: looked at for parameters that are not finite.
+    def check(self, number: int) -> None:
+        """On rank 0, after `save` and `heard`.
 
         Raises:
             NonFiniteError: `max_in_a_row` steps in a row were skipped.
         """
         if not self.skip or self.in_a_row < self.max_in_a_row:
             return
-        findings = [*_bad_parameters(model), *self._findings] if model is not None else self._findings
         raise NonFiniteError(
             f"The {self._cause} was not finite in {self.in_a_row} steps in a row (the last is step {number}); they "
             f"were skipped, so the weights are those after step {number - self.in_a_row}.",
             f"Their rows are in {self.folder} (asyncgrpo_core.training.nonfinite.load_bad_rows reads them). "
-            + _advice(findings, self._cause),
+            + _advice(self.findings, self._cause),
         )
 
     def _is_offending(self, rank: int, microbatch: int) -> bool:
@@ -203,7 +215,7 @@ def load_bad_rows(path: str | Path) -> list[dict[str, Tensor]]:
     return [rows[i] for i in sorted(rows)]
 
 
-def _bad_tensors(microbatch: int, row: Mapping[str, Tensor]) -> list[str]:
+def _bad_tensors(where: str, row: Mapping[str, Tensor]) -> list[str]:
     """Inputs of the loss that are not finite, as sentences; padding of `top_logprobs` is -inf and fine."""
     found = []
     for name in ("advantages", "sampler_logprobs", "policy_logprobs", "top_logprobs"):
@@ -214,7 +226,7 @@ def _bad_tensors(microbatch: int, row: Mapping[str, Tensor]) -> list[str]:
         if name == "top_logprobs":
             wrong &= values != -torch.inf
         if wrong.any():
-            found.append(f"{name} of micro-batch {microbatch}: {int(wrong.sum())} of {wrong.numel()} are not finite.")
+            found.append(f"{name} of {where}: {int(wrong.sum())} of {wrong.numel()} are not finite.")
     return found
 
 

@@ -257,20 +257,23 @@ class AsyncGRPOTrainer(RankedTrainer):
     def end_step(self) -> None:
         """Books, metrics and weight sync of the step that the optimizer just finished."""
         self.clock.close_optimizer()
-        self.guard.save(self.state.global_step, self._step, self.processing_class)
+        self.guard.save(self.state.global_step, self._step, self.processing_class, self.model)
         if not self.guard.skip:
             self.window.extend(self._sums.events())
-        for stop_reason, events in self.ranks.gather("metrics", self._own_metrics()):
+        for stop_reason, events, findings in self.ranks.gather("metrics", self._own_metrics()):
             self.window.extend(events)
+            self.guard.heard(findings)
             if stop_reason is not None:
                 self.request_stop(stop_reason)
         self.ranks.lead("end of step", self._finish_step)
         if not self.ranks.is_leader:
             self.clock.finish_step()
 
-    def _own_metrics(self) -> tuple[str | None, list[MetricEvent]]:
+    def _own_metrics(self) -> tuple[str | None, list[MetricEvent], list[str]]:
         """What this rank has to tell rank 0 about a step (rank 0 itself: nothing)."""
-        return (None, []) if self.ranks.is_leader else (self._asked_to_stop, self.window.drain())
+        return (
+            (None, [], []) if self.ranks.is_leader else (self._asked_to_stop, self.window.drain(), self.guard.findings)
+        )
 
     def _finish_step(self) -> None:
         assert self._step is not None and self.pipeline.overlap is not None
@@ -284,7 +287,7 @@ class AsyncGRPOTrainer(RankedTrainer):
         wall, parts = self.clock.finish_step()
         record_performance(self.window, wall, parts, tokens, trained)
         self.mfu.record(self.window, step, parts["fwd_bwd"], wall)
-        self.guard.check(number, self.model)
+        self.guard.check(number)
         if self.pipeline.num_rows:
             self.state.epoch = self.pipeline.book.passes()
 

@@ -42,6 +42,8 @@ def test_a_bad_row_of_one_rank_is_everybodys_affair(tmp_path):
     errors = [found["fsdp", rank]["error"] for rank in (0, 1)]
     assert errors[0] and errors[0].split(" are in ")[0] == errors[1].split(" are in ")[0]
     assert "2 steps in a row (the last is step 2)" in errors[0]
+    # rank 0 says what was wrong with a row that only rank 1 has, and not that the forward overflowed
+    assert "advantages of micro-batch 1 of rank 1: " in errors[0] and "reward function" in errors[0]
     start = {name: p.detach() for name, p in make_trainer(model, tmp_path / "start").model.named_parameters()}
     for name, value in found["fsdp", 0]["parameters"].items():
         torch.testing.assert_close(value, start[name].to(value.dtype))  # nothing reached the weights
