@@ -114,7 +114,7 @@ def training_args(
         return AsyncGRPOConfig(**kwargs)
     except ConfigError:
         raise
-    except (ValueError, TypeError, ImportError) as exc:
+    except (ValueError, TypeError, ImportError, OSError) as exc:  # OSError: a file that the section names
         raise ConfigError(f"The `training` section is refused: {' '.join(str(exc).split())}.", "Change it.") from exc
 
 

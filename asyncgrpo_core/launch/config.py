@@ -22,7 +22,7 @@ DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -103,8 +103,12 @@ class SamplingSection(Section):
 class ResourcesSection(Section):
     """What the run may use of the machine."""
 
-    trainer_devices: list[int] | None = Field(default=None, description="CUDA devices of the trainer; null: the first.")
-    server_devices: list[int] | None = Field(default=None, description="CUDA devices of the server; null: the others.")
+    trainer_devices: list[int] | None = Field(
+        default=None, min_length=1, description="CUDA devices of the trainer; null: the first."
+    )
+    server_devices: list[int] | None = Field(
+        default=None, min_length=1, description="CUDA devices of the server; null: the others."
+    )
     trainer_ranks: int | None = Field(
         default=None, ge=1, description="Trainer processes, one per device; null: one for each of trainer_devices."
     )
@@ -218,6 +222,19 @@ class RunConfig(Section):
         elif "vllm_server_base_url" in self.training.model_fields_set:
             self.server = ServerConfig.model_validate(
                 self.server.model_dump(exclude_unset=True) | {"url": self.training.vllm_server_base_url}
+            )
+        self.training.check_contradictions()
+        return self
+
+    @model_validator(mode="after")
+    def _completions_fit(self) -> RunConfig:
+        """What the server would refuse, minutes later."""
+        limit, longest = self.server.max_model_len, self.training.max_completion_length
+        if limit is not None and longest >= limit:
+            raise ConfigError(
+                f"training.max_completion_length = {longest} leaves no room for a prompt in server.max_model_len = "
+                f"{limit}.",
+                "Raise server.max_model_len, or lower training.max_completion_length (or sampling's).",
             )
         return self
 

@@ -206,6 +206,18 @@ def _check_model(exam: Examination, cfg: RunConfig, rows: list[dict[str, Any]]) 
             f"{len(ids)} prompt tokens + max_completion_length {cfg.training.max_completion_length} > "
             f"server.max_model_len {limit}: raise server.max_model_len or lower max_completion_length",
         )
+    if ids is not None and cfg.training.token_budget is not None:
+        _check_budget(exam, len(ids), cfg.training.max_completion_length, cfg.training.token_budget)
+
+
+def _check_budget(exam: Examination, prompt: int, completion: int, budget: int) -> None:
+    """A sample longer than a row is dropped: some of them, or all."""
+    if prompt + 1 > budget:
+        text = "every sample of it is dropped: raise training.token_budget"
+        exam.fail("token_budget", f"{prompt} prompt tokens and training.token_budget {budget}: {text}")
+    elif prompt + completion > budget:
+        text = "longer samples are dropped"
+        exam.warn("token_budget", f"{prompt} prompt tokens + max_completion_length {completion} > {budget}: {text}")
 
 
 def _check_turns(exam: Examination, cfg: RunConfig, tokenizer: Any) -> list[dict[str, Any]]:

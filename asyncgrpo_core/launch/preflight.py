@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.launch.build import check_rewards, import_callable, import_environment
+from asyncgrpo_core.launch.build import check_rewards, import_callable, import_environment, training_args
 from asyncgrpo_core.launch.config import DATA_FILES, IMPORT_PATH, RunConfig
 from asyncgrpo_core.launch.dataset import check_source
 from asyncgrpo_core.launch.imports import resolve_model_path
@@ -27,6 +27,11 @@ TOKENIZER_FILES = (
 )
 
 
+# Of the config's defaults and examples: known to be names, without asking transformers.
+USUAL_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+USUAL_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
 def check_settings(cfg: RunConfig) -> None:
     """Devices, model folder and tracker.
 
@@ -34,9 +39,29 @@ def check_settings(cfg: RunConfig) -> None:
         ConfigError: devices that are not there, a model folder that cannot be one.
         TrackerError: the tracker cannot be reached.
     """
-    place(cfg)
+    ranks = place(cfg).ranks
+    if ranks == 1 and cfg.training.explicit().get("fsdp"):
+        raise ConfigError(
+            "training.fsdp needs several trainer processes, and there is one.",
+            "Set resources.trainer_devices or resources.trainer_ranks (sharded then by itself), or remove it.",
+        )
+    check_unusual_training(cfg)
     check_model_folder(resolve_model_path(cfg.model.path))
     reachable_uri(cfg.tracking)
+
+
+def check_unusual_training(cfg: RunConfig) -> None:
+    """Let `AsyncGRPOConfig` judge the training section, when it has settings that only that class knows.
+
+    For the others the section's own checks are enough, and torch's import is left to the trainer.
+
+    Raises:
+        ConfigError: a value or a combination that the trainer would refuse when a server has been started for it.
+    """
+    section = cfg.training
+    usual = section.lr_scheduler_type in USUAL_SCHEDULES and section.optim in USUAL_OPTIMIZERS
+    if section.model_extra or not usual or 0 < section.warmup_steps < 1:
+        training_args(section, output_dir=Path(cfg.run_dir or "runs"), server_url="http://127.0.0.1:1")
 
 
 def check_model_folder(path: str) -> None:

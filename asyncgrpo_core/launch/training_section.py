@@ -22,13 +22,15 @@ from asyncgrpo_core.launch.explain import nearest
 class TrainingSection(BaseModel):
     """Values of `AsyncGRPOConfig`. `output_dir` and `resume_from_checkpoint` belong to the run folder."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), allow_inf_nan=False)
 
     # -- model
     model_init_kwargs: dict[str, Any] | None = Field(default=None, description="Keyword arguments for from_pretrained.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="float32", description="Weights' type.")
     trust_remote_code: bool = Field(default=False, description="Allow models that ship their own code.")
-    router_aux_loss_coef: float | None = Field(default=None, description="Weight of a MoE model's auxiliary loss.")
+    router_aux_loss_coef: float | None = Field(
+        default=None, ge=0, description="Weight of a MoE model's auxiliary loss; null: the model config's own."
+    )
 
     # -- generation
     num_generations: int = Field(default=8, ge=2, description="Rollouts per prompt (the group size), at least 2.")
@@ -49,7 +51,9 @@ class TrainingSection(BaseModel):
     epsilon_high: float | None = Field(default=None, ge=0, description="Upper clip; null means epsilon.")
     score_centering: bool = Field(default=True, description="Score centering instead of the clipped surrogate.")
     vllm_importance_sampling_clip_min: float = Field(default=0.5, ge=0, description="Smaller ratios are masked.")
-    vllm_importance_sampling_clip_max: float = Field(default=5.0, gt=0, description="Larger ratios are masked.")
+    vllm_importance_sampling_clip_max: float = Field(
+        default=5.0, gt=0, allow_inf_nan=True, description="Larger ratios are masked; .inf: none."
+    )
     num_sampler_logprobs: int = Field(default=8, ge=1, description="Top log-probabilities asked per token.")
     score_centering_tail: Literal["model", "head"] = Field(default="model", description="Mass outside the top-k.")
 
@@ -107,7 +111,7 @@ class TrainingSection(BaseModel):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta1.")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW beta2.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW epsilon.")
-    max_grad_norm: float = Field(default=1.0, ge=0, description="Gradient clipping norm.")
+    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=True, description="Gradient clipping norm; 0: none.")
     gradient_accumulation_steps: int = Field(default=1, ge=1, description="Rows per rank in a step.")
     gradient_checkpointing: bool = Field(default=True, description="Recompute activations in backward.")
     bf16: bool | None = Field(default=None, description="bf16 mixed precision; null: true unless fp16 or CPU.")
@@ -116,7 +120,7 @@ class TrainingSection(BaseModel):
     save_strategy: Literal["no", "steps", "epoch", "best"] = Field(default="steps", description="When to save.")
     save_steps: float = Field(default=500, gt=0, description="Steps between checkpoints; see checkpoint.every_steps.")
     save_total_limit: int | None = Field(default=None, ge=1, description="Checkpoints kept on disk.")
-    seed: int = Field(default=42, description="Seed of everything in training.")
+    seed: int = Field(default=42, ge=0, lt=2**32, description="Seed of everything in training.")
     train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = Field(
         default="random", description="Prompt order."
     )
@@ -143,7 +147,24 @@ class TrainingSection(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_contradictions(self) -> TrainingSection:
+    def _is_consistent(self) -> TrainingSection:
+        self.check_contradictions()
+        return self
+
+    def check_contradictions(self) -> None:
+        """Values that contradict each other; called again when the other sections have been written into this one."""
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ConfigError(
+                f"training.max_steps = {self.max_steps} is no number of steps.",
+                "Set it above 0, or to -1 (or leave it out) to count passes over the prompts (num_train_epochs).",
+            )
+        if self.save_strategy == "best":
+            raise ConfigError(
+                "training.save_strategy = 'best' saves after evaluations of the Trainer, and this one makes none.",
+                "Use steps (checkpoint.every_steps says how many).",
+            )
+        if self.bf16 and self.fp16:
+            raise ConfigError("training.bf16 and training.fp16 are both true.", "Remove one of the two.")
         if (self.top_p < 1 or (self.min_p or 0) > 0) and self.top_k == 0:
             raise ConfigError(
                 f"training.top_p = {self.top_p} and training.min_p = {self.min_p} need training.top_k: "
@@ -161,7 +182,6 @@ class TrainingSection(BaseModel):
                 f"training.loss_type = {self.loss_type!r} takes the place of training.score_centering, which is true.",
                 "Set training.score_centering to false beside it.",
             )
-        return self
 
     @model_serializer(mode="wrap")
     def _only_what_was_set(self, handler: Any) -> dict[str, Any]:
@@ -193,6 +213,8 @@ def check_other_field(key: str, value: Any) -> Any:
     fields = {f.name: f for f in dataclasses.fields(AsyncGRPOConfig) if f.init}
     if key not in fields:
         raise ConfigError(f"training.{key} is no field of AsyncGRPOConfig.", nearest(key, fields, prefix="training."))
+    if key == "fsdp" and isinstance(value, bool):  # transformers reads it so, and calls it a string
+        return value or None
     hint = typing.get_type_hints(AsyncGRPOConfig)[key]
     if not _is_plain(hint):
         return value  # an object of another library: the dataclass itself judges it

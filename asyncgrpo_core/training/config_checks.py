@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ def check_training(config: AsyncGRPOConfig) -> None:
     _check_sharding(config)
     _check_schedule(config)
     _check_intervals(config)
+    _require(config.ddp_timeout >= 1, "ddp_timeout", config.ddp_timeout, ">= 1 (seconds)")
     coefficient = config.router_aux_loss_coef
     _require(coefficient is None or coefficient >= 0, "router_aux_loss_coef", coefficient, ">= 0")
     if config.dtype not in ("auto", "bfloat16", "float16", "float32"):
@@ -47,7 +49,8 @@ def _check_sharding(config: AsyncGRPOConfig) -> None:
         raise ConfigError("DeepSpeed is not supported.", "Use FSDP2 (fsdp, fsdp_config) for sharded training.")
     from_environment = _switched_on("ACCELERATE_USE_PARALLELISM_CONFIG")
     for name in ("cp_size", "sp_size"):
-        size = getattr(config.parallelism_config, name, None)
+        given: Any = config.parallelism_config
+        size = given.get(name) if isinstance(given, dict) else getattr(given, name, None)  # a dict from a config file
         if config.parallelism_config is None and from_environment:
             size = int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"))
         if (size or 1) > 1:
@@ -104,7 +107,12 @@ def check_sampling(config: AsyncGRPOConfig) -> None:
             "Set num_generations to 2 or more (the default is 8).",
         )
     _require(config.max_completion_length >= 1, "max_completion_length", config.max_completion_length, ">= 1")
-    _require(config.temperature > 0, "temperature", config.temperature, "> 0 (0 gives copies of one rollout)")
+    _require(
+        0 < config.temperature < math.inf,
+        "temperature",
+        config.temperature,
+        "finite and > 0 (0 gives copies of one rollout)",
+    )
     _require(0 < config.top_p <= 1, "top_p", config.top_p, "in (0, 1]")
     _require(config.top_k >= 0, "top_k", config.top_k, ">= 0 (0 keeps the whole vocabulary)")
     _require(config.min_p is None or 0 <= config.min_p <= 1, "min_p", config.min_p, "in [0, 1]")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.metrics import MetricWindow
 from asyncgrpo_core.packing.planner import CostModel, MicroBatch, RowPlanner
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.004  # the buffer is a folder; listing it costs some 20 microseconds
 _CHECK_EVERY_S = 1.0
+_MOST_OVERSIZE = 512  # samples dropped for their length, with none in between that fits: then the run ends
 _STARVED_AFTER_S = 0.5
 
 
@@ -104,6 +106,7 @@ class SampleSource:
         self.wait_s = 0.0  # of the step being formed
         self._granted_and_waiting = False  # tokens were granted, and no group has come since
         self._forming: Step = []
+        self._oversize_in_a_row = 0
         self._synchronous, self._shut, self._shuttings = synchronous, synchronous, 0
 
     def preload(self, samples: Iterable[TrainingSample]) -> None:
@@ -257,13 +260,24 @@ class SampleSource:
                 return placement.closed  # the sample that closed it stays pending, for the next micro-batch
             self.pending.popleft()
             if placement.oversize:
-                logger.warning(
-                    "A sample of %d tokens is longer than token_budget=%d and is dropped.",
-                    sample.sequence.num_tokens,
-                    self.token_budget,
-                )
-                self._drop(sample, "oversize", "batch/dropped_oversize_count")
+                self._drop_oversize(sample)
+            else:
+                self._oversize_in_a_row = 0
         return None
+
+    def _drop_oversize(self, sample: TrainingSample) -> None:
+        length = sample.sequence.num_tokens
+        logger.warning(
+            "A sample of %d tokens is longer than token_budget=%d and is dropped.", length, self.token_budget
+        )
+        self._drop(sample, "oversize", "batch/dropped_oversize_count")
+        self._oversize_in_a_row += 1
+        if self._oversize_in_a_row >= _MOST_OVERSIZE:
+            raise ConfigError(
+                f"The last {_MOST_OVERSIZE} samples were all longer than training.token_budget = {self.token_budget} "
+                f"tokens (the last has {length}) and were dropped: no step would ever be full.",
+                "Raise training.token_budget above a prompt and its completion, or lower max_completion_length.",
+            )
 
     def _put_back(self, samples: list[TrainingSample]) -> None:
         self.pending.extendleft(reversed(samples))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import yaml
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.launch.config import RunConfig
+from asyncgrpo_core.launch.doctor import Examination, _check_budget
 from asyncgrpo_core.launch.loading import load_config, parse_config, quickstart_config, quickstart_text, read_resolved
+from asyncgrpo_core.launch.preflight import check_settings
 from asyncgrpo_core.launch.training_section import TrainingSection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,6 +132,63 @@ def test_a_wrong_value_is_named_with_what_is_expected(override, parts):
         assert part in message
 
 
+# Where infinity means "no bound".
+UNBOUNDED = {"training.vllm_importance_sampling_clip_max", "training.max_grad_norm"}
+
+
+def number_keys() -> list[str]:
+    """Every setting of the sections of this module that is a fractional number."""
+    sections = ["training", "sampling", "resources", "checkpoint", "evaluation"]
+    annotations = {
+        f"{section}.{name}": field.annotation
+        for section in sections
+        for name, field in getattr(parse(), section).__class__.model_fields.items()
+    }
+    return [key for key, kind in annotations.items() if float in (kind, *typing.get_args(kind))]
+
+
+@pytest.mark.parametrize("key", number_keys())
+def test_no_setting_is_infinite_or_no_number(key):
+    """Timeouts, rates and intervals of infinity end in overflow errors long after the config was read."""
+    assert key in refused([f"{key}=.nan"])
+    if key in UNBOUNDED:
+        parse([f"{key}=.inf"])
+    else:
+        assert "finite number" in (message := refused([f"{key}=.inf"])) and key in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["training.parallelism_config={cp_size: 2}"], ["cp_size", "Set cp_size=1"]),
+        (["training.parallelism_config={sp_size: 4}"], ["sp_size"]),
+        (["training.deepspeed={zero_optimization: {stage: 2}}"], ["DeepSpeed", "FSDP2"]),
+        (["training.use_liger_kernel=true"], ["use_liger_kernel"]),
+        (["training.remove_unused_columns=true"], ["remove_unused_columns"]),
+        (["training.optim=adamm"], ["adamm"]),
+        (["training.lr_scheduler_type=cosin"], ["cosin"]),
+        (["training.warmup_steps=0.1", "training.lr_scheduler_type=linear"], ["warmup_steps"]),
+        (["training.ddp_timeout=0"], ["ddp_timeout", ">= 1"]),
+        (["training.fsdp=true"], ["training.fsdp", "resources.trainer_ranks"]),
+        (["training.fsdp=true", "resources.trainer_ranks=2", "training.fsdp_config=no.json"], ["no.json"]),
+        (["training.fsdp=true", "resources.trainer_ranks=2", "training.fsdp_config={version: 1}"], ["FSDP2"]),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_refused_before_anything_is_started(overrides, parts):
+    cfg = parse(["tracking.enabled=false", "training.use_cpu=true", *overrides])
+    with pytest.raises(ConfigError) as refusal:
+        check_settings(cfg)
+    assert all(part in str(refusal.value) for part in parts)
+
+
+@pytest.mark.parametrize(("budget", "level"), [(10, "fail"), (11, "warn"), (17, "warn"), (18, None)])
+def test_doctor_says_which_samples_of_the_first_prompt_no_row_can_hold(budget, level):
+    """A prompt of 10 tokens and completions of 1 to 8."""
+    exam = Examination()
+    _check_budget(exam, prompt=10, completion=8, budget=budget)
+    assert [finding.level for finding in exam.findings] == ([] if level is None else [level])
+
+
 def test_several_errors_are_one_paragraph():
     message = refused(["training.max_steps=x", "training.top_p=2", "server.port=0", "evaluation.n=-1"])
     assert "training.max_steps" in message and "training.top_p" in message and "(1 more.)" in message
@@ -159,6 +219,12 @@ def test_an_import_path_has_a_colon():
         (["checkpoint.keep=5", "training.save_total_limit=1"], ["checkpoint.keep", "training.save_total_limit"]),
         (["server.url=http://a:1", "training.vllm_server_base_url=http://b:1"], ["server.url", "vllm_server_base_url"]),
         (["training.top_p=0.9"], ["training.top_p", "training.top_k"]),
+        (["sampling.top_p=0.9"], ["top_p", "training.top_k"]),
+        (["sampling.min_p=0.1"], ["min_p", "training.top_k"]),
+        (["server.max_model_len=64", "sampling.max_completion_length=64"], ["max_completion_length", "max_model_len"]),
+        (["training.bf16=true", "training.fp16=true"], ["training.bf16", "training.fp16"]),
+        (["training.max_steps=0"], ["training.max_steps = 0", "num_train_epochs"]),
+        (["training.save_strategy=best"], ["training.save_strategy", "checkpoint.every_steps"]),
         (["training.vllm_importance_sampling_clip_min=6"], ["clip_min", "6"]),
         (["training.output_dir=/tmp/x"], ["training.output_dir", "--run-dir"]),
         (["training.resume_from_checkpoint=/tmp/x"], ["training.resume_from_checkpoint", "--resume"]),

@@ -81,6 +81,7 @@ def test_the_trainer_sees_its_devices_and_the_working_folder(monkeypatch, tmp_pa
 
 def test_the_server_gets_what_the_rest_of_the_config_needs():
     overrides = ["training.num_sampler_logprobs=30", "training.max_staleness=2", "server.max_model_len=64"]
+    overrides += ["training.max_completion_length=32"]
     cfg = config([*overrides, "training.seed=9", "training.max_concurrent_rollouts=17"])
     needs = server_needs(cfg, CPU, 5555)
     assert (needs.model_path, needs.served_model_name) == ("some/model", "some/model")

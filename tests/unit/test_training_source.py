@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from asyncgrpo_core.errors import RolloutError
+from asyncgrpo_core.errors import ConfigError, RolloutError
 from asyncgrpo_core.ledger import LedgerWriter
 from asyncgrpo_core.ledger_counts import audit, counts
 from asyncgrpo_core.metrics import MetricWindow
@@ -194,6 +194,19 @@ def test_f088_a_sample_longer_than_the_budget_is_dropped_with_a_warning(rig, cap
     assert ids(r.source.next_step(1)) == [["s0-1-0-0", "s0-1-0-1"]]
     assert r.window.reduce()["batch/dropped_oversize_count"] == 2
     assert "token_budget=10" in caplog.text
+
+
+def test_a_run_whose_samples_are_all_too_long_ends_instead_of_dropping_for_ever(rig, monkeypatch):
+    monkeypatch.setattr("asyncgrpo_core.training.source._MOST_OVERSIZE", 4)
+    r = rig(token_budget=10)
+    for number in (0, 2):  # three too long, one group that fits, and again: no four in a row
+        r.put(make_record(number, samples=3, completion_tokens=8), make_record(number + 1))
+    r.put(make_record(4, samples=4, completion_tokens=8))
+    assert ids(r.source.next_step(1)) == [["s0-1-0-0", "s0-1-0-1"]]
+    with pytest.raises(ConfigError, match=r"last 4 samples were all longer than training\.token_budget = 10"):
+        r.source.next_step(1)
+        r.source.next_step(1)
+    assert r.window.reduce()["batch/dropped_oversize_count"] == 10
 
 
 def test_a_stop_while_waiting_puts_everything_back_in_order(rig):
