@@ -29,6 +29,13 @@ def check_training(config: AsyncGRPOConfig) -> None:
         )
     if config.use_liger_kernel:
         raise ConfigError("use_liger_kernel=True is not supported.", "Leave it at False.")
+    if config.neftune_noise_alpha or config.label_smoothing_factor:
+        raise ConfigError(
+            f"neftune_noise_alpha={config.neftune_noise_alpha!r}, label_smoothing_factor="
+            f"{config.label_smoothing_factor!r}: noise in the forward would bias every importance ratio, and the loss "
+            "smooths no labels.",
+            "Leave them at None and 0.",
+        )
     _check_sharding(config)
     _check_schedule(config)
     _check_intervals(config)
