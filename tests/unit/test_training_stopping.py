@@ -1,4 +1,4 @@
-"""Asked to stop: before training, by a signal in its first moments, and in a run that came before."""
+"""Asked to stop: before training, by a signal in its first moments, in a run before; and the end of the passes (F217)."""
 
 from __future__ import annotations
 
@@ -33,3 +33,16 @@ def test_a_request_of_a_run_that_failed_is_forgotten(tmp_path):
     trainer.pipeline.on_plan = lambda number: None
     trainer.train()
     assert trainer.state.global_step == NUM_STEPS and trainer.stop_reason is None
+
+
+@pytest.mark.parametrize(("max_steps", "steps"), [(-1, 2), (3, 3)])
+def test_f217_a_run_ends_with_the_step_that_ends_its_passes_unless_max_steps_decides(tmp_path, max_steps, steps):
+    """The second step ends them: nothing more is planned, and a checkpoint is saved though no interval falls there."""
+    settings = {"max_steps": max_steps, "num_train_epochs": 1.5, "save_strategy": "steps", "save_steps": 500}
+    trainer = make_trainer(write_model(tmp_path / "model"), tmp_path / "run", **settings)
+    pipeline, planned = trainer.pipeline, []
+    pipeline.on_plan = planned.append
+    pipeline.book.passes_done = lambda epochs: epochs == 1.5 and pipeline.at >= 2
+    assert trainer.train().global_step == steps
+    assert planned == list(range(steps))
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{steps}"]
