@@ -1,4 +1,4 @@
-"""Asked to stop: before training, by a signal in its first moments, in a run before; and the end of the passes (F217)."""
+"""Asked to stop: before training, by a signal in its first moments, in a run before; the end of the passes (F217)."""
 
 from __future__ import annotations
 
