@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_WITHIN_S = 60.0  # a failure that took longer is not tried twice in one sync
 _CLOSE_S = 10.0  # releasing the channel to a dead server
+_SAY_EVERY = 100  # missed syncs between two warnings about the same server
 _HANGING_SHARE = 20  # a server that does not answer costs at most 1 / 20 of the time
 
 
@@ -45,6 +46,7 @@ class SyncServer:
     make_publisher: Callable[[Callable[[], None]], Publisher]
     publisher: Publisher | None = None
     ask_again_at: float = 0.0
+    missed: int = 0  # syncs in a row
 
 
 class FleetPublisher:
@@ -90,9 +92,16 @@ class FleetPublisher:
                 if first or len(self._servers) == 1:
                     raise
                 failure = error
-                logger.warning("%s is left out from policy version %d on: %s", server.url, version, error)
+                server.missed += 1
+                if server.missed == 1 or server.missed % _SAY_EVERY == 0:  # not at every sync of a night
+                    said = "%s is left out from policy version %d on (%d in a row so far): %s"
+                    logger.warning(said, server.url, version, server.missed, error)
                 self._set(index, LEFT_OUT)
             else:
+                if server.missed:
+                    said = "%s is in use again with policy version %d; it missed %d."
+                    logger.warning(said, server.url, version, server.missed)
+                    server.missed = 0
                 self._set(index, version)
         if failure is not None and not reports:
             raise failure

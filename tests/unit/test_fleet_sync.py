@@ -142,6 +142,22 @@ def test_a_dead_server_is_left_out_and_taken_in_by_a_later_proved_sync(tmp_path:
     assert (stats["count"], stats["left_out"]) == (2, 1)
 
 
+def test_a_long_outage_is_said_when_it_begins_ends_and_now_and_then(tmp_path: Path, caplog) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.sync(1)
+    fleet.servers[1].healthy = False
+    for version in range(2, 252):
+        fleet.sync(version)
+    fleet.servers[1].restart()
+    fleet.sync(252)
+    fleet.sync(253)
+    said = [r.getMessage() for r in caplog.records if r.name.endswith("sync.fleet") and r.levelname == "WARNING"]
+    assert [m.split(":")[1].split("//")[1].split()[0] for m in said] == ["s1"] * 4
+    assert "from policy version 2 on (1 in a row" in said[0] and "does not answer /health" in said[0]
+    assert ["(100 in a row" in said[1], "(200 in a row" in said[2]] == [True, True]
+    assert "in use again with policy version 252; it missed 250" in said[3]
+
+
 def test_a_server_that_was_started_again_between_two_syncs_is_met_anew_at_once(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.sync(0)
