@@ -93,34 +93,59 @@ def test_f121_f124_every_token_sees_its_path_and_nothing_else(name, window, soft
 
 
 class _VarlenByDefinition:
-    """A flash kernel's contract in float64: sequence by sequence, causal from the end, grouped heads."""
+    """A flash kernel's contract in float64: sequence by sequence, causal from the end, grouped heads.
+
+    What they make of a window differs: in flash-attn4 of 2025 -1 is a number like any other and None means no bound;
+    aiter raises a ValueError for a right bound.
+    """
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.repository = [], ""
 
     def flash_attn_varlen_func(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
-        softcap=0.0,
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        window_size=None, softcap=0.0,
     ):  # fmt: skip
         assert causal
+        left, right = window_size or (-1, -1)
+        if "aiter" in self.repository and right != -1:
+            raise ValueError("window_size_right is not supported yet in the Triton Backend")
+        if "flash-attn4" in self.repository and window_size is not None:
+            assert left >= 0, "a window that nothing is in"
         self.calls.append((max_seqlen_q, max_seqlen_k, tuple(k.shape)))
         outputs = []
         for s in range(len(cu_seqlens_q) - 1):
             a, b, c, d = (int(x) for x in (*cu_seqlens_q[s : s + 2], *cu_seqlens_k[s : s + 2]))
             assert b - a <= max_seqlen_q and d - c <= max_seqlen_k
             distance = torch.arange(d - c - (b - a), d - c)[:, None] - torch.arange(d - c)[None]
-            visible = (distance >= 0) & ((distance <= window_size[0]) if window_size[0] >= 0 else True)
+            visible = (distance >= 0) & ((distance <= left) if left >= 0 else True)
             parts = [x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])]
             outputs.append(dense_reference(*parts, visible, softmax_scale, softcap or None)[0])
         return torch.cat(outputs), None
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 1.5)])
+@pytest.mark.parametrize(
+    ("traits", "window", "softcap"),
+    [
+        (DeviceTraits(rocm=False, major=9), None, None),
+        (DeviceTraits(rocm=False, major=9), 3, None),
+        (DeviceTraits(rocm=False, major=9), None, 1.5),
+        (DeviceTraits(rocm=False, major=10), None, None),
+        (DeviceTraits(rocm=False, major=10), 3, None),
+        (DeviceTraits(rocm=True, major=9), None, None),
+        (DeviceTraits(rocm=True, major=9), 3, None),
+    ],
+)
 @pytest.mark.parametrize("name", ROWS)
-def test_f010_f128_hub_kernels_get_the_keys_of_each_path(name, window, softcap, monkeypatch):
+def test_f010_f128_hub_kernels_get_the_keys_of_each_path(name, traits, window, softcap, monkeypatch):
     kernel = _VarlenByDefinition()
-    monkeypatch.setattr(hub, "load_kernel", lambda repository: kernel)
-    monkeypatch.setattr(attention_module, "current_device_traits", lambda: DeviceTraits(rocm=False, major=9))
+
+    def load_kernel(repository):
+        kernel.repository = repository
+        return kernel
+
+    monkeypatch.setattr(hub, "load_kernel", load_kernel)
+    monkeypatch.setattr(attention_module, "current_device_traits", lambda: traits)
     q, k, v, plan = row(name, backend="hub")
     out, _ = packed_attention_forward(
         _Layer(), q, k, v, None, scaling=0.3, sliding_window=window, softcap=softcap, packed_attention=plan

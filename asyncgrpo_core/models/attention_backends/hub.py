@@ -51,6 +51,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, *, re
     plan, window = call.plan, call.effective_window()
     function = load_kernel(repository).flash_attn_varlen_func
     extra: dict[str, Any] = {}
+    if window is not None:  # the kernels spell "none" differently, so without one they are told nothing
+        # Causal bounds the right side in any case; aiter refuses to hear of that side.
+        extra["window_size"] = (window - 1, -1 if repository.endswith("aiter-flash-attn") else 0)
     if call.softcap is not None:
         extra["softcap"] = call.softcap
     _, cu_keys = plan.gathered_keys()
@@ -64,7 +67,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, *, re
         max_seqlen_k=plan.max_path,
         softmax_scale=call.scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
         **extra,
     )
     return cast(Tensor, out[0] if isinstance(out, tuple) else out)
