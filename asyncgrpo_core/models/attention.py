@@ -144,6 +144,11 @@ def packed_attention_forward(
                 f"{type(module).__name__} passes {name!r} to its attention, which packed rows do not support.",
                 "Train a model of another architecture.",
             )
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(
+            f"{type(module).__name__} attends in both directions; packed rows are attended to causally.",
+            "Train a causal model.",
+        )
     dtype = compute_dtype(query.dtype, query.device)  # norms and rotary embeddings leave float32 behind under autocast
     query, key, value = (x.to(dtype) for x in (query, key, value))
     if dropout and packed_attention.backend != "sdpa":
@@ -167,7 +172,9 @@ def plan_is_lost(name: str) -> ConfigError:
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Autocast's dtype where it is on for the device, else `dtype`."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    kind = device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # "meta" knows no autocast
+    return torch.get_autocast_dtype(kind) if autocast else dtype
 
 
 def _hub(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,12 @@ from asyncgrpo_core.models.attention_backends import flex
 from asyncgrpo_core.models.head import LogitTransform, chunked_log_probs
 from asyncgrpo_core.models.moe import router_balance, router_loss
 from asyncgrpo_core.models.row_plan import RowPlan
-from asyncgrpo_core.models.support import current_device_traits, dense_attention_layers
+from asyncgrpo_core.models.support import (
+    current_device_traits,
+    dense_attention_layers,
+    largest_head_dim,
+    longest_sample,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +72,8 @@ def install_packed_forward(model: nn.Module, attention_backend: str = "auto") ->
     Raises:
         ConfigError: a model without a decoder and a linear head, with an adapter on its head, or whose attention
             cannot be switched to packed rows.
+
+    A row raises ConfigError when a sample in it is longer than `support.longest_sample`.
     """
     base = causal_model(model)
     _output_head(base)
@@ -75,6 +83,15 @@ def install_packed_forward(model: nn.Module, attention_backend: str = "auto") ->
         raise ConfigError(
             f"{type(base).__name__} does not let its attention be switched, so it cannot be trained on packed rows.",
             "Use a model whose code follows transformers' AttentionInterface.",
+        )
+    limit = base.__dict__["_longest_sample"] = longest_sample(base.config.get_text_config())
+    if limit is not None:
+        logger.warning(
+            "The rotary frequencies of %s change with samples of more than %d tokens, so rows that hold one "
+            "are refused: start the server with --max-model-len %d or less.",
+            type(base).__name__,
+            limit,
+            limit,
         )
     base.__dict__["_attention_backend"] = attention_backend
     base.__dict__["_attention_choices"] = {}
@@ -112,19 +129,12 @@ def _packed_forward(
     **_rest: Any,  # what only the loss reads, and the defaults that PEFT's forward adds
 ) -> PolicyOutput:
     plan = RowPlan.from_segments(cu_segments, parents, _backend(model, input_ids.device))
+    _check_lengths(model, plan)
     fillable = dense_attention_layers(model.config.get_text_config()) and router_balance(model) is None
     if plan.backend == "flex" and fillable:
         input_ids, position_ids = _filled(input_ids, position_ids)
     with router_loss(model) as aux_loss_of_row:
-        hidden = _decoder(model)(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            # A four-dimensional mask is "already prepared" to transformers: without it, it would find the packed
-            # sequences again and build a [T, T] mask that the packed attention does not read.
-            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
-            use_cache=False,
-            packed_attention=plan,
-        ).last_hidden_state
+        hidden = run_decoder(_decoder(model), input_ids, position_ids, plan)
         aux_loss = aux_loss_of_row()
     if not plan.used:
         raise plan_is_lost(type(model).__name__)
@@ -141,6 +151,30 @@ def _packed_forward(
         candidates=None if candidate_ids is None or candidate_offsets is None else (candidate_ids, candidate_offsets),
     )
     return PolicyOutput(logprobs, entropy, top if top_ids.shape[1] else None, aux_loss)
+
+
+def _check_lengths(model: PreTrainedModel, plan: RowPlan) -> None:
+    limit = model.__dict__["_longest_sample"]
+    if limit is not None and plan.max_path > limit:
+        raise ConfigError(
+            f"A sample has {plan.max_path} tokens; above {limit} the rotary frequencies of {type(model).__name__} "
+            "change, for all samples of a row.",
+            f"Start the server with --max-model-len {limit} or less (it then has the trainer's frequencies, too).",
+        )
+
+
+def run_decoder(decoder: Callable[..., Any], input_ids: Tensor, position_ids: Tensor, plan: RowPlan) -> Tensor:
+    """The hidden states [1, T, D] of one row, every layer told by `plan` who sees whom."""
+    hidden: Tensor = decoder(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        # A four-dimensional mask is "already prepared" to transformers: without it, it would find the packed
+        # sequences again and build a [T, T] mask that the packed attention does not read.
+        attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=input_ids.device),
+        use_cache=False,
+        packed_attention=plan,
+    ).last_hidden_state
+    return hidden
 
 
 def _filled(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,15 +197,13 @@ def attention_backend(model: nn.Module, device: torch.device, dtype: torch.dtype
     choices: dict[Any, str] = model.__dict__["_attention_choices"]
     if (device.type, dtype) not in choices:
         text = model.config.get_text_config()
-        heads = getattr(text, "num_attention_heads", None)
-        head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
         choice = choose_backend(
             model.__dict__["_attention_backend"],
             device=device,
             dtype=dtype,
             softcap=getattr(text, "attn_logit_softcapping", None),
             traits=current_device_traits() if device.type == "cuda" else None,
-            head_dim=head_dim,
+            head_dim=largest_head_dim(text),
         )
         logger.info("Attention of packed rows: %s (%s).", choice.backend, choice.reason)
         choices[device.type, dtype] = choice.backend
@@ -180,7 +212,7 @@ def attention_backend(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is None or decoder is model:
+    if decoder is None or decoder is model or decoder is model.get_output_embeddings():
         raise ConfigError(
             f"{type(model).__name__} has no decoder under a language-model head.",
             "Use a causal language model (AutoModelForCausalLM).",

@@ -31,8 +31,9 @@ class LogitTransform:
     def from_config(cls, config: Any, temperature: float) -> LogitTransform:
         """Read the names that transformers' causal models use.
 
-        `logits_scaling` divides (Granite), `logit_scale` (Cohere) and `lm_head_multiplier` (Falcon-H1) multiply,
-        `final_logit_softcapping` caps (Gemma 2 and later).
+        `logits_scaling` divides (Granite) or multiplies (HyperCLOVA X), `logit_scale` (Cohere) and `lm_head_multiplier`
+        (Falcon-H1) multiply, `final_logit_softcapping` caps (Gemma 2 and later). What a model does beside these is
+        found out when it is loaded (probe.py).
 
         Raises:
             ValueError: temperature <= 0 (greedy sampling has no distribution to train on).
@@ -40,7 +41,8 @@ class LogitTransform:
         if not temperature > 0:
             raise ValueError(f"temperature must be above 0 to train on sampled tokens, got {temperature}")
         scale = 1.0
-        for name, divides in (("logits_scaling", True), ("logit_scale", False), ("lm_head_multiplier", False)):
+        granite = getattr(config, "model_type", None) != "hyperclovax"
+        for name, divides in (("logits_scaling", granite), ("logit_scale", False), ("lm_head_multiplier", False)):
             value = getattr(config, name, None)
             if value is not None:
                 scale = scale / value if divides else scale * value

@@ -79,6 +79,32 @@ def dense_attention_layers(text_config: Any) -> bool:
     return set(_layer_types(text_config)) <= set(_PACKED_LAYERS)
 
 
+def largest_head_dim(text_config: Any) -> int | None:
+    """Of the attention heads of all layers, which may differ (Gemma 4); None where the config does not say."""
+    sizes = []
+    for layer in getattr(text_config, "per_layer_config", None) or [text_config]:
+        heads = getattr(layer, "num_attention_heads", None)
+        sizes.append(getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0))
+    return max(sizes) or None
+
+
+def longest_sample(text_config: Any) -> int | None:
+    """Above this many tokens a sample changes the rotary frequencies of its whole row; None: it never does.
+
+    transformers takes them from the longest sequence of a forward (longrope of Phi 3 and 4, dynamic NTK), a server
+    from its own longest: what a sample is worth would depend on its neighbours.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    each = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
+    limits = [
+        value.get("original_max_position_embeddings") or text_config.max_position_embeddings
+        for value in each
+        if value.get("rope_type") == "longrope"
+    ]
+    limits += [text_config.max_position_embeddings for value in each if value.get("rope_type") == "dynamic"]
+    return min(limits, default=None)
+
+
 def check_transformers(version: str | None = None) -> None:
     """Raises ConfigError below `MIN_TRANSFORMERS`. `version` defaults to the installed one."""
     installed = version or transformers.__version__

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, set_seed
 
 from asyncgrpo_core.models.forward import attention_backend, install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
+from asyncgrpo_core.models.probe import check_packed_forward
 from asyncgrpo_core.models.trunk import prepare_trunk
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 
@@ -37,8 +38,9 @@ def load_parts(
     policy = load_policy(model, args, peft_config=peft_config)
     processing_class = load_processing_class(name_of(model) if processing_class is None else processing_class, args)
     install_packed_forward(policy, args.attention_backend)
-    # Asked for here, so that a back end that does not fit is refused before a server is waited for.
+    # Asked for here, so that a back end or a model that does not fit is refused before a server is waited for.
     attention_backend(policy, args.device, training_dtype(policy, args))
+    check_packed_forward(policy)
     prepare_trunk(policy, args.trunk_kernels, device=args.device, world_size=args.world_size)
     return policy, processing_class
 

@@ -20,6 +20,8 @@ from transformers import (
     Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -96,6 +98,7 @@ ARCHITECTURES = {
     ),
     "granite_scaling": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 2.5, "residual_multiplier": 0.7}),
     "cohere_scale": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.3, "num_key_value_heads": 4}),
+    "hyperclovax_scaling": (HyperCLOVAXForCausalLM, HyperCLOVAXConfig, {"logits_scaling": 0.4}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "gemma": (GemmaForCausalLM, GemmaConfig, {"head_dim": 8}),
     "gemma3_text": (

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -16,10 +17,12 @@ from asyncgrpo_core.models.support import (
     device_traits,
     freeze_outside_text_model,
     hub_attention_kernel,
+    largest_head_dim,
+    longest_sample,
     outside_text_model,
 )
 from asyncgrpo_core.packing import pack_row
-from tests.unit.policy_cases import ARCHITECTURES, dense_logprobs, some_samples, tiny_policy, trained_ids
+from tests.unit.policy_cases import ARCHITECTURES, dense_logprobs, make_sample, some_samples, tiny_policy, trained_ids
 
 AMD, HOPPER, BLACKWELL, RTX_50 = (
     DeviceTraits(rocm=True, major=9),
@@ -186,3 +189,67 @@ def test_a_window_of_all_layers_that_is_only_in_the_mask_is_refused_where_it_can
         check_config(kind(max_position_embeddings=64, sliding_window=63), None)
     check_config(kind(max_position_embeddings=64, sliding_window=64), None)
     check_config(kind(max_position_embeddings=64, sliding_window=None), None)
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        (hf.Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32), 32),
+        (hf.Qwen2Config(hidden_size=64, num_attention_heads=4), 16),
+        (hf.Gemma4TextConfig(), 512),  # 256 where attention slides
+        (SimpleNamespace(hidden_size=64), None),
+    ],
+)
+def test_the_largest_attention_head_of_any_layer_counts(config, want):
+    assert largest_head_dim(config) == want
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 2,
+    "long_factor": [4.0] * 2,
+}
+SMALL = {"hidden_size": 16, "num_attention_heads": 4, "pad_token_id": 0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+LENGTHS = {
+    "longrope": (
+        hf.Phi3ForCausalLM,
+        hf.Phi3Config,
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12},
+    ),
+    "dynamic": (hf.LlamaForCausalLM, hf.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "want"),
+    [
+        (hf.Phi3Config(**SMALL, rope_parameters=LONGROPE, original_max_position_embeddings=12), 12),
+        (hf.LlamaConfig(rope_parameters=DYNAMIC, max_position_embeddings=40), 40),
+        (hf.LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), None),
+        (hf.Gemma3TextConfig(rope_parameters={"full_attention": DYNAMIC}, max_position_embeddings=40), 40),
+        (hf.Gemma3TextConfig(), None),
+        (hf.GPT2Config(), None),
+    ],
+)
+def test_frequencies_that_follow_the_longest_sample_are_known(config, want):
+    assert longest_sample(config) == want
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_no_sample_may_change_the_rotary_frequencies_of_its_neighbours(name, monkeypatch, caplog):
+    """Beside a longer sample a short one got other log-probabilities; up to the bound they are what they are alone."""
+    monkeypatch.setitem(ARCHITECTURES, name, LENGTHS[name])
+    rng = np.random.default_rng(0)
+    short, fits, long = (make_sample(rng, 2, n) for n in (3, 10, 11))
+    model = install_packed_forward(tiny_policy(name))
+    assert "--max-model-len 12" in caplog.text
+    with torch.no_grad():
+        both = model(**pack_row([short, fits], 4), temperature=1.0).logprobs
+        for sample, got in zip((short, fits), both.split([3, 10]), strict=True):
+            alone = model(**pack_row([sample], 4), temperature=1.0).logprobs
+            torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-6)
+        for samples in ([short, long], [long]):
+            with pytest.raises(ConfigError, match=r"A sample has 13 tokens; above 12 .*rotary.*--max-model-len 12"):
+                model(**pack_row(samples, 4), temperature=1.0)
