@@ -7,11 +7,14 @@ import logging
 import peft
 import pytest
 import torch
+from safetensors import safe_open
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.quickstart import POLICY_DIR
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.trainer_parts import keep_to_one_gpu, load_parts, training_dtype
+from tests.ranks.rank_parts import make_trainer
+from tests.tiny_model import write_model
 
 
 @pytest.mark.parametrize("visible", [1, 4])
@@ -52,3 +55,15 @@ def test_a_back_end_that_does_not_fit_is_refused_when_the_policy_is_loaded(tmp_p
 def test_layers_compute_in_autocasts_dtype_where_it_is_on(tmp_path, fields, dtype):
     args = AsyncGRPOConfig(output_dir=str(tmp_path), use_cpu=True, **fields)
     assert training_dtype(torch.nn.Linear(2, 2), args) == dtype
+
+
+def test_f208_without_fsdp_nothing_is_upcast(tmp_path):
+    """bf16 weights under bf16=True are trained, kept in the optimizer and saved in bf16."""
+    settings = {"weights": torch.bfloat16, "bf16": True, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(write_model(tmp_path / "model"), tmp_path / "run", **settings)
+    trainer.train()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.bfloat16}
+    moments = [value for state in trainer.optimizer.state_dict()["state"].values() for value in state.values()]
+    assert {moment.dtype for moment in moments if moment.ndim} == {torch.bfloat16}
+    with safe_open(tmp_path / "run" / "checkpoint-1" / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
