@@ -1,8 +1,8 @@
 """The policy's weights under the names a vLLM server loads: those of its checkpoint, adapters merged, ties once.
 
 Weights are parameters and *saved buffers*: DeepSeek's and GLM's `e_score_correction_bias`, which decides what experts
-a token gets, and Gemma 4's `layer_scalar` are no parameters, but without them a server computes something else. It
-cannot be trusted to have kept its own: vLLM makes a layer anew when it is sent a part of it.
+a token gets, and Gemma 4's `layer_scalar` are no parameters, but a server that starts with random weights (the default)
+would keep random ones.
 """
 
 from __future__ import annotations
