@@ -20,6 +20,7 @@ class ServerWants:
         num_sampler_logprobs: top log-probabilities per token that requests will ask for.
         dtype: type the trainer computes in, "float32", "bfloat16" or "float16"; None and "auto" are not compared.
         needed_len: longest sequence in tokens that the run is known to need; None is not compared.
+        longest_len: --max-model-len up to which server and trainer have the same rotary frequencies; None is any.
         restricted_sampling: top_k, top_p or min_p restrict the candidates.
         weight_transfer_backend: "nccl", "ipc", "shm"; None is not compared (adapter sync, evaluation).
         seeded_requests: requests carry a seed.
@@ -29,6 +30,7 @@ class ServerWants:
     num_sampler_logprobs: int = 0
     dtype: str | None = None
     needed_len: int | None = None
+    longest_len: int | None = None
     restricted_sampling: bool = False
     weight_transfer_backend: str | None = None
     seeded_requests: bool = True
@@ -103,6 +105,12 @@ def _check_lengths(cap: ServerCapabilities, wants: ServerWants) -> None:
             f"The vLLM server's --max-model-len is {cap.max_model_len}, but a prompt and its completion can take "
             f"{wants.needed_len} tokens.",
             f"Start it with --max-model-len {wants.needed_len}, or lower max_completion_length.",
+        )
+    if wants.longest_len is not None and cap.max_model_len is not None and cap.max_model_len > wants.longest_len:
+        raise ServerMismatchError(
+            f"The vLLM server's --max-model-len is {cap.max_model_len}, but above {wants.longest_len} tokens the "
+            "model's rotary frequencies change: in the server with that flag, in the trainer with a row's longest sample.",
+            f"Start it with --max-model-len {wants.longest_len} or less.",
         )
     if wants.seeded_requests and cap.device_type == "cpu" and cap.chunked_prefill_possible:
         raise ServerMismatchError(

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from asyncgrpo_core.models.adapter_files import ProbeWeights, save_adapter, served_adapter
 from asyncgrpo_core.models.forward import causal_model, score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
+from asyncgrpo_core.models.support import longest_sample
 from asyncgrpo_core.packing.planner import CostModel
 from asyncgrpo_core.training.run_context import AdapterLink, PolicyLink
 
@@ -37,6 +38,7 @@ def policy_link(trainer: AsyncGRPOTrainer) -> PolicyLink:
         device=trainer.args.device.type,
         adapter=adapter_link(model, ranks),
         row_cost=CostModel.of_model(causal_model(model).config),
+        longest_sample=longest_sample(causal_model(model).config.get_text_config()),
     )
 
 

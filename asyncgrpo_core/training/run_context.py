@@ -63,7 +63,8 @@ class PolicyLink:
 
     parameters: the current weights under Hugging Face names; score: the trainer's log-probabilities of
     tokens 1..n-1 of a canary; canary_ids: that canary; dtype and device: torch's own names; adapter: None when all
-    weights are trained; row_cost: what a row costs it, for balancing ranks.
+    weights are trained; row_cost: what a row costs it, for balancing ranks; longest_sample: tokens above which its
+    rotary frequencies change (models/support.py), None if they never do.
     """
 
     parameters: Callable[[], Iterable[tuple[str, Any]]]
@@ -73,6 +74,7 @@ class PolicyLink:
     device: str
     adapter: AdapterLink | None = None
     row_cost: CostModel = field(default_factory=CostModel)
+    longest_sample: int | None = None
 
 
 def count_one_more(sync: dict[str, Any]) -> dict[str, Any]:

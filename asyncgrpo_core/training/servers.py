@@ -151,6 +151,7 @@ def wants_of(
         served_model_name=model_name,
         num_sampler_logprobs=args.num_sampler_logprobs if args.score_centering else 1,
         needed_len=args.max_completion_length + 1,
+        longest_len=policy.longest_sample,
         dtype=policy.dtype,
         restricted_sampling=_restricted(args),
         weight_transfer_backend=None

@@ -221,6 +221,8 @@ def test_every_server_is_waited_for_and_checked(tmp_path, monkeypatch, caplog):
     with pytest.raises(ServerMismatchError, match=f"^{URLS[1]}: .*'other'.*'policy'.*--served-model-name policy"):
         meet_servers(args, "policy", POLICY)
     monkeypatch.setattr(Control, "known", {URLS[0]: capabilities(), URLS[1]: capabilities(dtype="bfloat16")})
+    with pytest.raises(ServerMismatchError, match="rotary"):
+        meet_servers(args, "policy", replace(POLICY, longest_sample=100))
     made = meet_servers(args, "policy", POLICY)
     assert [c.base_url for c in made.controls] == URLS
     assert f"{URLS[1]}: The vLLM server computes in bfloat16" in caplog.text

@@ -115,6 +115,7 @@ def test_version_number(text, number):
 
 def test_our_own_server_is_accepted_without_a_word(own):
     assert check_server(own, wants()) == []
+    assert check_server(own, wants(longest_len=own.max_model_len)) == []
 
 
 def test_the_references_own_command_line_is_accepted():
@@ -159,6 +160,7 @@ def test_versions_outside_the_range_are_a_warning(own):
         ({"logprobs_mode": "raw_logprobs"}, {}, ["--logprobs-mode", "'raw_logprobs'", "processed_logprobs"]),  # F096
         ({"max_logprobs": 5}, {}, ["num_sampler_logprobs is 8", "--max-logprobs is 5", "--max-logprobs 8"]),  # F105
         ({"max_model_len": 256}, {}, ["--max-model-len is 256", "--max-model-len 512"]),
+        ({}, {"needed_len": 300, "longest_len": 500}, ["--max-model-len is 512", "rotary", "--max-model-len 500"]),
         ({"served_models": ["other"]}, {}, ["'other'", "'policy'", "--served-model-name policy"]),
         ({"dev_mode": False}, {}, ["VLLM_SERVER_DEV_MODE=1"]),  # F095
         ({"weight_transfer_backend": None}, {}, ["--weight-transfer-config is not set", '"shm"']),  # F095
