@@ -109,7 +109,7 @@ def _check_lengths(cap: ServerCapabilities, wants: ServerWants) -> None:
     if wants.longest_len is not None and cap.max_model_len is not None and cap.max_model_len > wants.longest_len:
         raise ServerMismatchError(
             f"The vLLM server's --max-model-len is {cap.max_model_len}, but above {wants.longest_len} tokens the "
-            "model's rotary frequencies change: in the server with that flag, in the trainer with a row's longest sample.",
+            "model's rotary frequencies change: in the server by that flag, in the trainer by a row's longest sample.",
             f"Start it with --max-model-len {wants.longest_len} or less.",
         )
     if wants.seeded_requests and cap.device_type == "cpu" and cap.chunked_prefill_possible:
