@@ -88,6 +88,21 @@ def check_adapter(wrapped: Any) -> None:
     check_merge(wrapped)
 
 
+def check_not_injected(base: PreTrainedModel) -> None:
+    """Refuse an adapter that transformers put into a model without a PeftModel around it: it would go unnoticed.
+
+    Raises:
+        ConfigError: there is one, from `model.add_adapter` or a model folder that also holds an adapter.
+    """
+    if getattr(base, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"transformers has put an adapter into this {type(base).__name__} (add_adapter, or a model folder that "
+            "holds adapter_config.json).",
+            "Load the base model alone and pass peft_config, or peft.PeftModel.from_pretrained(base, adapter, "
+            "is_trainable=True).",
+        )
+
+
 def _is_wrapped(module: Any) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper

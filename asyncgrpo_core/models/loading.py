@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.models.adapters import check_adapter, wrap_adapter
+from asyncgrpo_core.models.adapters import check_adapter, check_not_injected, wrap_adapter
 from asyncgrpo_core.models.forward import causal_model
 from asyncgrpo_core.models.moe import install_router_loss, router_coefficient
 from asyncgrpo_core.models.support import (
@@ -60,6 +60,7 @@ def load_policy(model: str | PreTrainedModel, config: Any, *, peft_config: Any =
         _check_architecture(causal_model(policy).config, config)
         if _init_kwargs(config):
             logger.warning("model_init_kwargs has no effect on a model that is passed as an object")
+    check_not_injected(causal_model(policy))
     if peft_config is not None:
         policy = wrap_adapter(policy, peft_config)
     elif hasattr(policy, "get_base_model"):

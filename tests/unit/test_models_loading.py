@@ -234,6 +234,20 @@ def test_f007_a_second_adapter_a_learned_prompt_and_a_wrapped_head_are_refused()
         load_policy(on_head, config())
 
 
+def test_f007_an_adapter_inside_the_model_is_refused(folder):
+    """transformers loads an adapter that lies beside the weights by itself."""
+    model = tiny_policy("llama")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="put an adapter into this LlamaForCausalLM"):
+        load_policy(model, config())
+    beside = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    beside.save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+        load_policy(str(folder), config())
+
+
 def test_f008_a_model_with_sinks_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
     GptOssConfig(architectures=["GptOssForCausalLM"]).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not read")
