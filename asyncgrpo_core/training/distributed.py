@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncgrpo_core.errors import AsyncGRPOError, RankLostError
-from asyncgrpo_core.training.rank_channel import Hub, Spoke, connect, decode_error, encode_error
+from asyncgrpo_core.training.rank_channel import Hub, Spoke, Wire, connect, decode_error, encode_error
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Ranks:
         self._iteration: _Iteration | None = None
         self._error_is_known = False
         self._was_told = False
+        self.asked_to_stop: str | None = None  # on rank 0: why another rank wants to stop
 
     @property
     def is_leader(self) -> bool:
@@ -63,6 +64,7 @@ class Ranks:
     def open(self) -> None:
         """Connect the ranks; nothing when they are. Raises RankLostError when one is missing."""
         self._error_is_known = self._was_told = False
+        self.asked_to_stop = None
         if self.world_size > 1 and self._end is None:
             self._end = connect(self.rank, self.world_size, self._deadline_s)
 
@@ -149,7 +151,7 @@ class Ranks:
         items = [item]
         if isinstance(self._end, Hub):
             for rank in range(1, self.world_size):
-                kind, what, value = self._end.wires[rank].receive()
+                kind, what, value = self._hear(self._end.wires[rank])
                 if kind == "error":
                     raise _failed(rank, value)
                 if what != name:
@@ -157,12 +159,26 @@ class Ranks:
                 items.append(value)
         return items
 
+    def ask_to_stop(self, reason: str) -> None:
+        """Another rank than 0, in a signal handler: rank 0 reads it in `check` and `gather`, and decides."""
+        if isinstance(self._end, Spoke):
+            self._end.send_from_handler(("stop", "", reason))
+
+    def _hear(self, wire: Wire) -> tuple[str, str, Any]:
+        """The next message that is no wish to stop."""
+        while (message := wire.receive())[0] == "stop":
+            self.asked_to_stop = message[2]
+        return message
+
     def check(self) -> None:
-        """Rank 0, while the others only listen: raise when one of them has ended or failed."""
+        """Rank 0, while the others only listen: raise when one of them has ended or failed; see `asked_to_stop`."""
         if isinstance(self._end, Hub):
             for rank, wire in self._end.wires.items():
-                if wire.has_message():
+                while wire.has_message():
                     kind, _, value = wire.receive()
+                    if kind == "stop":
+                        self.asked_to_stop = value
+                        continue
                     raise _failed(rank, value) if kind == "error" else AsyncGRPOError(f"Rank {rank} is out of step.")
 
     # -- ends ------------------------------------------------------------------------------------------------------
@@ -215,6 +231,7 @@ class Ranks:
         try:
             if not failed:
                 self.agree("end", None)
+                self._end.news()  # a wish that came too late: closed unread, it would break the connection
             elif self._was_told and isinstance(self._end, Spoke):
                 self._end.wait_for_hang_up(_HANG_UP_S)
         finally:

@@ -42,12 +42,26 @@ class Wire:
     def send(self, message: Any, deadline_s: float | None = None) -> None:
         data = pickle.dumps(message, protocol=5)
         with self._lock:
-            try:
-                self._socket.settimeout(deadline_s or self._deadline_s)
-                self._socket.sendall(_LENGTH.pack(len(data)))
-                self._socket.sendall(data)
-            except OSError as error:
-                raise self._lost(error) from error
+            self._put(data, deadline_s or self._deadline_s)
+
+    def send_from_handler(self, message: Any) -> None:
+        """As `send`, from a signal handler: nothing when it interrupts a `send`, or when the other end is gone."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._put(pickle.dumps(message, protocol=5), _TELL_S)
+        except RankLostError:
+            return  # the thread that was interrupted finds out by itself
+        finally:
+            self._lock.release()
+
+    def _put(self, data: bytes, deadline_s: float) -> None:
+        try:
+            self._socket.settimeout(deadline_s)
+            self._socket.sendall(_LENGTH.pack(len(data)))
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._lost(error) from error
 
     def receive(self, deadline_s: float | None = None) -> Any:
         """The next message."""
@@ -156,6 +170,9 @@ class Spoke:
 
     def send(self, message: Any) -> None:
         self._wire.send(message)
+
+    def send_from_handler(self, message: Any) -> None:
+        self._wire.send_from_handler(message)
 
     def news(self) -> tuple[int, tuple[bytes | None, str] | RankLostError] | None:
         """As `Hub.news`, of rank 0."""

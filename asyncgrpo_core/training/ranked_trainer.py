@@ -107,7 +107,8 @@ class RankedTrainer(HubTrainer):
         if self.ranks.is_leader:
             self._stop_reason = self._stop_reason or reason
         else:
-            self._asked_to_stop = reason  # rank 0 is told at the end of the step, and decides for all
+            self._asked_to_stop = reason  # rank 0 decides for all; it is told now, or at the latest when the step ends
+            self.ranks.ask_to_stop(reason)
 
     @property
     def stop_reason(self) -> str | None:

@@ -184,6 +184,8 @@ class AsyncGRPOTrainer(RankedTrainer):
 
     def _should_stop(self) -> bool:
         self.ranks.check()
+        if self.ranks.asked_to_stop is not None:
+            self.request_stop(self.ranks.asked_to_stop)
         return self._stop_reason is not None or self.control.should_training_stop or self.epochs_are_done()
 
     def epochs_are_done(self) -> bool:

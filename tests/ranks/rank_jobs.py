@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,17 @@ class SignalOnOne(TrainerCallback):
             self.trainer.request_stop("SIGTERM")
 
 
+class AfterTheFirstStep(TrainerCallback):
+    """A signal that comes to rank 1 alone, while rank 0 waits for samples."""
+
+    def __init__(self, trainer: Callable[[], Any]) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.process_index == 1 and state.global_step == 1:
+            threading.Timer(0.5, self.trainer().request_stop, ["SIGTERM"]).start()
+
+
 def agree(model: str, out: str) -> None:
     """Decisions that are made on one rank: where every rank ended, and what it thinks of it."""
     folder, found = Path(out), {}
@@ -114,6 +127,16 @@ def agree(model: str, out: str) -> None:
     signal.trainer = two
     two.train()
     found["signal"] = [two.state.global_step, two.stop_reason]
+    AcceleratorState._reset_state()
+    three: Any = make_trainer(Path(model), folder / "waiting", callbacks=[AfterTheFirstStep(lambda: three)])
+
+    def wait(number: int) -> None:
+        while number == 1 and not three._should_stop():
+            time.sleep(0.01)
+
+    three.pipeline.on_plan = wait
+    three.train()
+    found["waiting"] = [three.state.global_step, three.stop_reason]
     (folder / f"agreed-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -219,7 +219,9 @@ def start_ranks(world_size: int, job: str, *arguments: str) -> subprocess.Popen[
     """Run `tests/ranks/rank_jobs.py JOB ARGUMENTS` on several ranks of this machine under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(world_size), "-m", "tests.ranks.rank_jobs", job, *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    # from TERM to KILL: on a busy machine the last checkpoint takes longer than torchrun's 30 s
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "100"} | os.environ
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
 

@@ -199,7 +199,7 @@ def test_a_checkpoint_of_another_model_is_refused(folder, one, two):
 def test_every_rank_does_what_one_rank_decided(two, folder):
     """A callback that reads metrics (rank 0 has them) saves and stops; a signal that only rank 1 got stops both."""
     found = [json.loads((folder / f"agreed-{rank}.json").read_text()) for rank in (0, 1)]
-    assert found[0] == found[1] == {"callback": [2, None], "signal": [1, "SIGTERM"]}
+    assert found[0] == found[1] == {"callback": [2, None], "signal": [1, "SIGTERM"], "waiting": [2, "SIGTERM"]}
     assert problem_with(folder / "callback" / "checkpoint-1") is None
     assert problem_with(folder / "signal" / "checkpoint-1") is None
 
@@ -212,7 +212,7 @@ def test_a_signal_to_torchrun_stops_every_rank_after_the_same_step(folder):
             assert torchrun.poll() is None and time.monotonic() < deadline, torchrun.communicate(timeout=60)[1]
             time.sleep(0.1)
         torchrun.terminate()
-        torchrun.communicate(timeout=60)
+        torchrun.communicate(timeout=120)
     finally:
         end(torchrun)
     assert torchrun.returncode != 0

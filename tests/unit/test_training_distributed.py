@@ -184,6 +184,42 @@ def test_rank_zero_hears_of_an_error_while_it_waits_and_while_it_gathers():
         made[0].gather("metrics", 1)
 
 
+def test_a_wish_to_stop_reaches_rank_zero_while_it_waits_and_is_no_item():
+    made = ranks(3)
+
+    def wait() -> str:
+        while made[0].asked_to_stop is None:
+            made[0].check()
+            time.sleep(0.01)
+        return made[0].asked_to_stop
+
+    def work(r: Ranks) -> Any:
+        if r.rank == 2:
+            r.ask_to_stop("SIGTERM")  # as a signal handler does, at any moment
+        answer = r.lead("plan", wait)
+        r.ask_to_stop("SIGINT")
+        numbers = r.gather("metrics", r.rank)
+        r.close()
+        return answer, numbers
+
+    assert on_all(made, work) == [("SIGTERM", [0, 1, 2]), ("SIGTERM", []), ("SIGTERM", [])]
+    assert made[0].asked_to_stop == "SIGINT"
+
+
+def test_a_signal_that_interrupts_a_message_neither_hangs_nor_tears_it():
+    """The handler runs in the thread that holds the connection."""
+    a, b = tcp_pair()
+    wire, other = Wire(a, "rank 0", 5.0), Wire(b, "rank 1", 5.0)
+    with wire._lock:
+        wire.send_from_handler("stop")
+    assert not other.has_message()
+    wire.send_from_handler("stop")
+    assert other.receive() == "stop"
+    other.close()
+    for _ in range(3):
+        wire.send_from_handler("nobody hears it")  # and nothing is raised in the middle of other work
+
+
 def test_a_dead_rank_is_noticed_by_rank_zero():
     made = ranks(2, deadline_s=60.0)
     made[1].close(failed=True)
