@@ -45,11 +45,13 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     before the next optimizer step.
 
     Raises:
-        ConfigError: an adapter that cannot be merged, or a conversion that reaches over several layers.
+        ConfigError: an adapter that cannot be merged, weights that are stored quantised, or a conversion that reaches
+            over several layers.
     """
     base = causal_model(model)
     sources = list(_sources(base))
     shapes = {name: shape for source in sources for name, shape in source.shapes.items()}
+    _check_not_quantised(base, shapes)
     saved = _as_published(base, dict(shapes))
     # Not by name alone: a converted tensor may keep its name.
     kept = {name for name, shape in shapes.items() if saved.get(name) is shape}
@@ -72,6 +74,18 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             f"{sorted(yielded ^ saved.keys())[:4]} are made of several layers.",
             "Train a model of another architecture.",
         )
+
+
+def _check_not_quantised(base: PreTrainedModel, shapes: dict[str, Tensor]) -> None:
+    """Raises ConfigError for matrices of 8 bits or fewer: packed as their library wants them, not as a server loads."""
+    for name, tensor in shapes.items():
+        if tensor.ndim >= 2 and tensor.dtype.itemsize == 1:
+            raise ConfigError(
+                f"{type(base).__name__} is quantised ({name} is stored in {str(tensor.dtype).removeprefix('torch.')}), "
+                "and full weights cannot be sent from it.",
+                "Load the model in bfloat16 or float32; or train a LoRA adapter and send it alone "
+                "(server.enable_lora), to a server of the same quantised model.",
+            )
 
 
 def _as_published(base: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

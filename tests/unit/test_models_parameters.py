@@ -159,6 +159,15 @@ def test_f138_adapters_on_fused_experts_and_router_are_all_merged():
         torch.testing.assert_close(sent[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_stored_quantised_are_not_sent(dtype):
+    model = tiny_policy("qwen3")
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM is quantised \(model\.layers\.1\.mlp\.up_proj\.weight"):
+        next(iter_server_parameters(model))
+
+
 def test_one_layer_is_converted_at_a_time():
     """What the experts of one layer became is gone before the next layer's is made."""
     model = make_architecture("qwen3_moe", num_hidden_layers=4)
