@@ -2,13 +2,17 @@
 
     python examples/gpu_smoke.py --backend ipc                   # one GPU, shared by server and trainer
     python examples/gpu_smoke.py --backend nccl                  # two GPUs: the trainer takes the first
+    python examples/gpu_smoke.py --top-k 20 --top-p 0.95         # candidate sets from the server, replayed
+    python examples/gpu_smoke.py --lora 16                       # only an adapter is trained and sent
+    python examples/gpu_smoke.py --moe                           # a Mixture of Experts
     python examples/gpu_smoke.py --device cpu --steps 5          # the same with shared memory and a tiny policy
 
 The task needs no skill, so a random policy feels the reward at once: the share of a completion's tokens that have an
 even id. Half of the vocabulary has one, so the reward starts near 0.5, and whatever moves it is the optimizer.
 
 Prints a line per step and a summary; the last line is JSON. The exit code is 0 when all steps were done, the server
-was proved to compute with the trainer's weights at every sync, nothing was lost or trained twice, and the reward rose.
+was proved to compute with the trainer's weights at every sync, both gave the first step's tokens the same
+log-probabilities, nothing was lost or trained twice, and the reward rose.
 
 A vLLM that asks for a newer NCCL than torch brings disables its communicator: `--nccl-shim` supplies the two symbols
 that vLLM 0.32 misses in NCCL 2.28 (they suspend and resume a communicator, which weight sync never does). Without it
@@ -36,6 +40,7 @@ from asyncgrpo_core.errors import AsyncGRPOError
 from asyncgrpo_core.quickstart import POLICY_DIR
 
 NUM_PROMPTS = 512
+AGREEMENT = 0.05  # nats per token, bf16 server against bf16 autocast, before any token is stale
 
 
 @dataclass(frozen=True)
@@ -70,15 +75,18 @@ def prompts() -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": f"What is {i % 100} plus {i // 7}?"}]} for i in range(NUM_PROMPTS)]
 
 
-def make_policy(folder: Path, size: Size, seed: int) -> int:
-    """A random Qwen3 with the quickstart's tokenizer; returns its number of parameters."""
+def make_policy(folder: Path, size: Size, seed: int, moe: bool = False) -> int:
+    """A random Qwen3 or Qwen3-MoE with the quickstart's tokenizer; returns its number of parameters."""
     import torch
-    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(POLICY_DIR)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": size.hidden}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if moe else "qwen3",
+        **(experts if moe else {}),
         vocab_size=len(tokenizer),
         hidden_size=size.hidden,
         intermediate_size=3 * size.hidden,
@@ -93,7 +101,7 @@ def make_policy(folder: Path, size: Size, seed: int) -> int:
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
@@ -146,6 +154,8 @@ def start_vllm(options: argparse.Namespace, size: Size, policy: Path, run_dir: P
         dtype="bfloat16" if on_gpu else "float32",
         gpu_memory_utilization=options.gpu_memory_utilization if on_gpu else None,
         enforce_eager=True if options.eager else None,
+        enable_lora=options.lora > 0,
+        load_format="auto" if options.lora else "dummy",
         env=env,
     )
     needs = ServerNeeds(
@@ -159,6 +169,8 @@ def start_vllm(options: argparse.Namespace, size: Size, policy: Path, run_dir: P
         backend=options.backend,
         cpu_count=len(os.sched_getaffinity(0)),
         port=free_port(),
+        max_lora_rank=options.lora or None,
+        return_sampling_mask=on_gpu and options.top_k > 0,
     )
     command = server_command(server, needs)
     return start_server(command, run_dir=run_dir, start_timeout_s=options.start_timeout, on_progress=say)
@@ -166,6 +178,7 @@ def start_vllm(options: argparse.Namespace, size: Size, policy: Path, run_dir: P
 
 # -- what is measured --------------------------------------------------------------------------------------------
 
+LOGP_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward", "{:.3f}"),
     ("step s", "perf/step_s", "{:.2f}"),
@@ -178,7 +191,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("generating", "generating_s", "{:.2f}"),
     ("trained tok", "batch/trained_tokens_per_step", "{:.0f}"),
     ("staleness", "sample/staleness_mean", "{:.2f}"),
-    ("logp diff", "sampling/sampling_logp_difference/mean", "{:.4f}"),
+    ("logp diff", LOGP_DIFFERENCE, "{:.4f}"),
     ("canary", "sync/canary_logp_difference/max", "{:.4f}"),
 )
 PARTS = ("perf/rollout_wait_s", "perf/fwd_bwd_s", "perf/optimizer_s", "perf/weight_sync_s", "sync/verify_s")
@@ -226,6 +239,11 @@ def train(options: argparse.Namespace, size: Size, policy: Path, run_dir: Path, 
     from asyncgrpo_core import AsyncGRPOConfig, AsyncGRPOTrainer
     from asyncgrpo_core.training.run_context import RunContext
 
+    adapter = None
+    if options.lora:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
     watch = make_watch()
     trainer = AsyncGRPOTrainer(
         model=str(policy),
@@ -233,14 +251,16 @@ def train(options: argparse.Namespace, size: Size, policy: Path, run_dir: Path, 
         args=AsyncGRPOConfig(
             output_dir=str(run_dir / "checkpoints"),
             max_steps=options.steps,
-            learning_rate=options.learning_rate or size.learning_rate,
+            learning_rate=options.learning_rate or size.learning_rate * (10 if options.lora else 1),
             max_completion_length=size.max_completion_length,
             token_budget=size.token_budget,
             gradient_accumulation_steps=2,
             max_concurrent_rollouts=size.max_concurrent_rollouts,
             vllm_server_base_url=url,
             vllm_server_timeout=options.sync_timeout,
-            weight_sync_backend=options.backend,
+            weight_sync_backend="lora" if options.lora else options.backend,
+            top_k=options.top_k,
+            top_p=options.top_p,
             attention_backend=options.attention_backend,
             trunk_kernels=options.trunk_kernels,
             use_cpu=options.device == "cpu",
@@ -250,6 +270,7 @@ def train(options: argparse.Namespace, size: Size, policy: Path, run_dir: Path, 
         ),
         train_dataset=prompts(),
         callbacks=[watch],
+        peft_config=adapter,
         run=RunContext(run_dir=run_dir, served_model_name="policy"),
     )
     watch.trainer = trainer
@@ -269,6 +290,7 @@ def report(options: argparse.Namespace, summary: dict[str, Any], facts: dict[str
     checks = {
         "all steps": summary["global_step"] == options.steps,
         "every sync proved": sync["count"] == sync["verified"] == options.steps and sync["unverified"] == 0,
+        "first step's log-probabilities agree": rows != [] and rows[0][LOGP_DIFFERENCE] < AGREEMENT,
         "nothing lost": ledger["lost"] == 0 and ledger["trained_twice"] == 0,
         "reward rose": rewards["first"] is not None and rewards["last"] > rewards["first"],
     }
@@ -316,6 +338,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--attention-backend", default="auto", help="training.attention_backend")
     parser.add_argument("--trunk-kernels", default="auto", help="training.trunk_kernels")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--lora", type=int, default=0, metavar="R", help="rank of an adapter; its files are synced")
+    parser.add_argument("--moe", action="store_true", help="8 experts, 2 per token, in every layer")
     parser.add_argument("--run-dir", type=Path, help="kept; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds until the server is healthy")
@@ -339,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     server: Any = None
     try:
         size = SIZES[options.device]
-        parameters = make_policy(scratch / "policy", size, options.seed)
+        parameters = make_policy(scratch / "policy", size, options.seed, options.moe)
         shim = nccl_shim(torch_nccl(), scratch) if options.nccl_shim != "none" else None
         if shim is not None and options.nccl_shim in ("both", "trainer"):
             os.environ["VLLM_NCCL_SO_PATH"] = shim

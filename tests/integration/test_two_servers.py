@@ -47,10 +47,14 @@ def kill(server: RunningServer) -> None:
 
 @dataclass
 class KillAndRestart(TrainerCallback):
-    """Kills the second server after step `at`, starts it again, and stops the run three steps after it was taken in."""
+    """Kills the second server after step `at`, starts it again, and stops the run when that one has generated enough.
+
+    `max_steps` bounds the run otherwise.
+    """
 
     second: RunningServer
     restart: object
+    enough: float = 50.0  # tokens, ten rollouts of five
     at: int = 6
     trainer: object = None
     seen: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (step, version of each server)
@@ -66,7 +70,8 @@ class KillAndRestart(TrainerCallback):
         was_out = any(LEFT_OUT in versions for _, versions in self.seen)
         if was_out and LEFT_OUT not in versions and self.taken_in is None:
             self.taken_in = state.global_step
-        if self.errors or (self.taken_in is not None and state.global_step >= self.taken_in + 3):
+        taken_in = self.taken_in is not None and state.global_step >= self.taken_in + 3
+        if self.errors or (taken_in and generated_by(self.second.base_url) > self.enough):
             control.should_training_stop = True
 
     def _start_again(self) -> None:
@@ -99,7 +104,7 @@ def test_a_run_over_two_servers_outlives_one_and_takes_it_in_again(vllm_server, 
             max_steps=400,
             num_train_epochs=100,
             save_strategy="no",
-            learning_rate=1e-4,
+            learning_rate=1e-5,  # what a few steps of staleness change is small beside what random weights would
         )
         made.args.vllm_server_base_url = urls
         watch.trainer = made
@@ -119,7 +124,8 @@ def test_a_run_over_two_servers_outlives_one_and_takes_it_in_again(vllm_server, 
     assert sync["left_out"] == len(out) > 0 and min(out) >= watch.at
     assert all(versions[0] != LEFT_OUT for _, versions in watch.seen)
     assert sync["max_abs_logp_diff"] <= 1e-3, "both servers compute with the trainer's weights"
-    assert generated_by(urls[0]) > before and again > 10 * 5, "both servers generated, the second one after its return"
+    assert generated_by(urls[0]) > before, "the first server generated"
+    assert again > watch.enough, "and the second one, after its return"
     logged = [entry for entry in made.state.log_history if "loss" in entry]
-    assert max(entry["sampling/sampling_logp_difference/max"] for entry in logged) < 2.0, "no reply of random weights"
+    assert max(entry["sampling/sampling_logp_difference/max"] for entry in logged) < 1.5, "no reply of random weights"
     assert sum(entry.get("sync/servers_left_out_count", 0) for entry in logged) >= len(out) - 1
