@@ -47,7 +47,7 @@ def choose_backend(
     dtype: torch.dtype,
     softcap: float | None,
     traits: DeviceTraits | None,
-    head_dim: int | None = None,
+    head_dims: tuple[int, int] | None = None,
 ) -> Choice:
     """Which back end computes attention (reference, 'Compatibility and constraints', for the kernels of the hub).
 
@@ -56,21 +56,27 @@ def choose_backend(
         device, dtype: where and in what the layers compute (autocast's dtype when it is on).
         softcap: the model's cap on attention scores.
         traits: of the GPU; None on a CPU.
-        head_dim: of the attention heads; flash kernels take multiples of 8 up to 256.
+        head_dims: of the attention's queries and of its values; flash kernels take equal ones, multiples of 8 up to
+            256.
 
     Raises:
         ConfigError: a requested back end that this device, dtype or model cannot use.
     """
     on_gpu, sixteen_bit = device.type == "cuda", dtype in (torch.bfloat16, torch.float16)
-    flash = on_gpu and sixteen_bit and (head_dim is None or (head_dim <= 256 and head_dim % 8 == 0))
+    wide, values = head_dims or (8, 8)
+    flash = on_gpu and sixteen_bit and wide == values <= 256 and wide % 8 == 0
     if requested != "auto":
         return _requested(requested, on_gpu=on_gpu, flash=flash, softcap=softcap, traits=traits)
     if not on_gpu:
         return Choice("sdpa", f"the device is {device.type}")
     if not flash:
-        why = f"{str(dtype).removeprefix('torch.')} on a GPU" if not sixteen_bit else f"heads of {head_dim}"
+        why = (
+            f"{str(dtype).removeprefix('torch.')} on a GPU"
+            if not sixteen_bit
+            else f"heads of {wide} with values of {values}"
+        )
         local = "flex" if flex.usable() else "sdpa"
-        return Choice(local, f"{why}: flash kernels take 16-bit heads of a multiple of 8 up to 256")
+        return Choice(local, f"{why}: flash kernels take equal 16-bit ones, of a multiple of 8 up to 256")
     assert traits is not None
     try:
         load_kernel(hub_attention_kernel(traits))
@@ -86,7 +92,7 @@ def _requested(name: str, *, on_gpu: bool, flash: bool, softcap: float | None, t
         raise ConfigError(f"attention_backend={name!r} is unknown.", f"Use one of {', '.join(map(repr, BACKENDS))}.")
     if name in ("hub", "varlen") and not flash:
         raise ConfigError(
-            f"attention_backend={name!r} needs a GPU and a 16-bit model with heads of a multiple of 8 up to 256.",
+            f"attention_backend={name!r} needs a GPU and a 16-bit model with equal heads of a multiple of 8 up to 256.",
             'Use "auto", or "sdpa".',
         )
     if name == "flex" and not on_gpu:

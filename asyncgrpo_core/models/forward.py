@@ -28,7 +28,7 @@ from asyncgrpo_core.models.row_plan import RowPlan
 from asyncgrpo_core.models.support import (
     current_device_traits,
     dense_attention_layers,
-    largest_head_dim,
+    head_dims,
     longest_sample,
 )
 
@@ -203,7 +203,7 @@ def attention_backend(model: nn.Module, device: torch.device, dtype: torch.dtype
             dtype=dtype,
             softcap=getattr(text, "attn_logit_softcapping", None),
             traits=current_device_traits() if device.type == "cuda" else None,
-            head_dim=largest_head_dim(text),
+            head_dims=head_dims(text),
         )
         logger.info("Attention of packed rows: %s (%s).", choice.backend, choice.reason)
         choices[device.type, dtype] = choice.backend

@@ -79,13 +79,21 @@ def dense_attention_layers(text_config: Any) -> bool:
     return set(_layer_types(text_config)) <= set(_PACKED_LAYERS)
 
 
-def largest_head_dim(text_config: Any) -> int | None:
-    """Of the attention heads of all layers, which may differ (Gemma 4); None where the config does not say."""
-    sizes = []
+def head_dims(text_config: Any) -> tuple[int, int] | None:
+    """(of queries and keys, of values), the largest of all layers, which may differ (Gemma 4).
+
+    Multi-head latent attention (DeepSeek) has narrower values; its `head_dim` is that of the rotary part alone. None
+    where the config does not say.
+    """
+    wide, values = [0], [0]
     for layer in getattr(text_config, "per_layer_config", None) or [text_config]:
         heads = getattr(layer, "num_attention_heads", None)
-        sizes.append(getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0))
-    return max(sizes) or None
+        size = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
+        if getattr(layer, "qk_nope_head_dim", None) is not None:
+            size = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        wide.append(size)
+        values.append(getattr(layer, "v_head_dim", None) or size)
+    return (max(wide), max(values)) if max(wide) else None
 
 
 def longest_sample(text_config: Any) -> int | None:

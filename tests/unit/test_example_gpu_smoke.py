@@ -36,6 +36,7 @@ def summary(**changes):
             "perf/fwd_bwd_s": 0.5,
             "perf/weight_sync_s": 0.1,
             "generating_s": 1.5,
+            gpu_smoke.LOGP_DIFFERENCE: 0.01,
         }
     ] * 4
     made = {
@@ -64,6 +65,7 @@ def test_a_good_run_passes_and_its_last_line_can_be_read_by_machines(capsys):
         ({"ledger": {"lost": 1, "trained_twice": 0}}, "nothing lost"),
         ({"ledger": {"lost": 0, "trained_twice": 2}}, "nothing lost"),
         ({"reward": {"first": 0.5, "last": 0.5}}, "reward rose"),
+        ({"rows": [{**summary()["rows"][0], gpu_smoke.LOGP_DIFFERENCE: 0.06}]}, "first step's log-probabilities agree"),
         ({"reward": {"first": None, "last": None}}, "reward rose"),
     ],
 )

@@ -221,10 +221,10 @@ def test_attention_that_packed_rows_cannot_give_is_refused(name):
 HOPPER = DeviceTraits(rocm=False, major=9)
 
 
-def choose(requested="auto", device="cuda", dtype=torch.bfloat16, softcap=None, head_dim=128):
+def choose(requested="auto", device="cuda", dtype=torch.bfloat16, softcap=None, head_dims=(128, 128)):
     traits = HOPPER if device == "cuda" else None
     return choose_backend(
-        requested, device=torch.device(device), dtype=dtype, softcap=softcap, traits=traits, head_dim=head_dim
+        requested, device=torch.device(device), dtype=dtype, softcap=softcap, traits=traits, head_dims=head_dims
     )
 
 
@@ -244,8 +244,9 @@ def no_hub(monkeypatch):
         ({"dtype": torch.float16}, "flex"),
         ({"softcap": 30.0}, "flex"),
         ({"dtype": torch.float32}, "flex"),
-        ({"head_dim": 512}, "flex"),
-        ({"head_dim": 20}, "flex"),
+        ({"head_dims": (512, 512)}, "flex"),
+        ({"head_dims": (20, 20)}, "flex"),
+        ({"head_dims": (192, 128)}, "flex"),
         ({"device": "cpu"}, "sdpa"),
         ({"device": "cpu", "dtype": torch.float64, "softcap": 30.0}, "sdpa"),
     ],
@@ -264,7 +265,12 @@ def test_a_hub_that_cannot_be_reached_gives_one_warning_that_says_why(no_hub, ca
 def test_without_a_compiler_for_flex_attention_auto_takes_what_runs(no_hub, monkeypatch):
     monkeypatch.setattr(flex, "usable", lambda: False)
     assert choose().backend == "varlen"
-    assert choose(softcap=30.0).backend == choose(dtype=torch.float32).backend == choose(head_dim=512).backend == "sdpa"
+    assert (
+        choose(softcap=30.0).backend
+        == choose(dtype=torch.float32).backend
+        == choose(head_dims=(512, 512)).backend
+        == "sdpa"
+    )
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex", "hub"])
@@ -296,8 +302,9 @@ def test_the_hub_library_offline_counts_as_unavailable():
         ({"requested": "fast"}, "unknown"),
         ({"requested": "varlen", "device": "cpu"}, "needs a GPU"),
         ({"requested": "hub", "dtype": torch.float32}, "16-bit"),
-        ({"requested": "varlen", "head_dim": 512}, "up to 256"),
-        ({"requested": "hub", "head_dim": 20}, "a multiple of 8"),
+        ({"requested": "varlen", "head_dims": (512, 512)}, "up to 256"),
+        ({"requested": "hub", "head_dims": (20, 20)}, "a multiple of 8"),
+        ({"requested": "hub", "head_dims": (192, 128)}, "equal heads"),
         ({"requested": "varlen", "softcap": 30.0}, "cannot cap"),
         ({"requested": "flex", "device": "cpu"}, "compiled for GPUs"),
         ({"requested": "hub"}, "cannot be used: kernels-community/flash-attn3: no route"),

@@ -16,8 +16,8 @@ from asyncgrpo_core.models.support import (
     check_transformers,
     device_traits,
     freeze_outside_text_model,
+    head_dims,
     hub_attention_kernel,
-    largest_head_dim,
     longest_sample,
     outside_text_model,
 )
@@ -194,14 +194,15 @@ def test_a_window_of_all_layers_that_is_only_in_the_mask_is_refused_where_it_can
 @pytest.mark.parametrize(
     ("config", "want"),
     [
-        (hf.Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32), 32),
-        (hf.Qwen2Config(hidden_size=64, num_attention_heads=4), 16),
-        (hf.Gemma4TextConfig(), 512),  # 256 where attention slides
+        (hf.Qwen3Config(hidden_size=64, num_attention_heads=4, head_dim=32), (32, 32)),
+        (hf.Qwen2Config(hidden_size=64, num_attention_heads=4), (16, 16)),
+        (hf.Gemma4TextConfig(), (512, 512)),  # 256 where attention slides
+        (hf.DeepseekV3Config(), (192, 128)),  # its head_dim is 64
         (SimpleNamespace(hidden_size=64), None),
     ],
 )
 def test_the_largest_attention_head_of_any_layer_counts(config, want):
-    assert largest_head_dim(config) == want
+    assert head_dims(config) == want
 
 
 LONGROPE = {
