@@ -121,9 +121,7 @@ class TrainingSection(BaseModel):
     save_steps: float = Field(default=500, gt=0, description="Steps between checkpoints; see checkpoint.every_steps.")
     save_total_limit: int | None = Field(default=None, ge=1, description="Checkpoints kept on disk.")
     seed: int = Field(default=42, ge=0, lt=2**32, description="Seed of everything in training.")
-    train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = Field(
-        default="random", description="Prompt order."
-    )
+    train_sampling_strategy: Literal["random", "sequential"] = Field(default="random", description="Prompt order.")
 
     @model_validator(mode="before")
     @classmethod

@@ -171,6 +171,7 @@ def test_f165_f205_ignore_data_skip_is_always_true(tmp_path, caplog):
         ({"num_generations": 1}, "num_generations=1"),
         ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0.*importance ratio"),
+        ({"train_sampling_strategy": "group_by_length"}, "one by one"),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1"),
         ({"deepspeed": "ds.json"}, "DeepSpeed"),
         ({"top_p": 0.9}, "top_k"),
