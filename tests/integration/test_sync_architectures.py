@@ -18,11 +18,18 @@ from asyncgrpo_core.server.process import free_port, start_server
 from asyncgrpo_core.server.settings import ServerConfig
 from asyncgrpo_core.sync.canary import canary_token_ids
 from asyncgrpo_core.sync.publisher import make_publisher
-from tests.tiny_architectures import NAMES, VISION_LANGUAGE_ARCHITECTURES, make_architecture, write_architecture
+from tests.tiny_architectures import (
+    BUFFERED_ARCHITECTURES,
+    NAMES,
+    VISION_LANGUAGE_ARCHITECTURES,
+    make_architecture,
+    write_architecture,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 LIMIT = 1e-3
+SERVED = [*NAMES, *BUFFERED_ARCHITECTURES]
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 
@@ -58,7 +65,7 @@ def control(request, tmp_path: Path) -> Iterator[VLLMControl]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("architecture", "control"), [(n, n) for n in NAMES], indirect=["control"], ids=NAMES)
+@pytest.mark.parametrize(("architecture", "control"), [(n, n) for n in SERVED], indirect=["control"], ids=SERVED)
 def test_f138_every_architecture_is_synced_and_proved(architecture: str, control: VLLMControl, record_property) -> None:
     policy = install_packed_forward(make_architecture(architecture, seed=1))
     prompts = [canary_token_ids(200, length=n, seed=n, exclude=(0, 2)) for n in (32, 70)]

@@ -128,7 +128,7 @@ def agree(model: str, out: str) -> None:
     two.train()
     found["signal"] = [two.state.global_step, two.stop_reason]
     AcceleratorState._reset_state()
-    three: Any = make_trainer(Path(model), folder / "waiting", callbacks=[AfterTheFirstStep(lambda: three)])
+    three: Any = make_trainer(Path(model), folder / "agree-waiting", callbacks=[AfterTheFirstStep(lambda: three)])
 
     def wait(number: int) -> None:
         while number == 1 and not three._should_stop():
@@ -213,7 +213,7 @@ def stopped(model: str, out: str) -> None:
 
     def wait(number: int) -> None:
         if number == 1:
-            (Path(out) / "waiting").touch()
+            (Path(out) / "stopped-waits").touch()
             while not trainer._should_stop():
                 time.sleep(0.02)
 

@@ -208,14 +208,15 @@ def test_a_signal_to_torchrun_stops_every_rank_after_the_same_step(folder):
     torchrun = start_ranks(2, "stopped", str(folder / "model"), str(folder))
     try:
         deadline = time.monotonic() + 200
-        while not (folder / "waiting").exists():
+        while not (folder / "stopped-waits").exists():
             assert torchrun.poll() is None and time.monotonic() < deadline, torchrun.communicate(timeout=60)[1]
             time.sleep(0.1)
         torchrun.terminate()
-        torchrun.communicate(timeout=120)
+        _, said = torchrun.communicate(timeout=120)
     finally:
         end(torchrun)
     assert torchrun.returncode != 0
+    assert (folder / "stopped-0.json").exists() and (folder / "stopped-1.json").exists(), said[-6000:]
     found = [json.loads((folder / f"stopped-{rank}.json").read_text()) for rank in (0, 1)]
     assert found == [[2, "SIGTERM"]] * 2
     assert problem_with(folder / "stopped" / "checkpoint-2") is None
