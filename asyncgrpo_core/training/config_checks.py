@@ -110,7 +110,7 @@ def _check_intervals(config: AsyncGRPOConfig) -> None:
 def check_sampling(config: AsyncGRPOConfig) -> None:
     if config.train_sampling_strategy not in ("random", "sequential"):
         raise ConfigError(
-            f"train_sampling_strategy={config.train_sampling_strategy!r}: prompts are taken one by one, not in batches.",
+            f"train_sampling_strategy={config.train_sampling_strategy!r}: prompts are taken one by one.",
             "Use 'random' or 'sequential'.",
         )
     if config.num_generations < 2:

@@ -28,7 +28,7 @@ from tests.tiny_architectures import (
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 LIMIT = 1e-3
-# vLLM's CPU build does not serve the others of BUFFERED_ARCHITECTURES in float32 (latent attention, sigmoid scores without groups).
+# vLLM's CPU build does not serve the other buffered ones in float32 (latent attention, ungrouped sigmoid scores).
 SERVED = [*NAMES, "glm4_moe", "gemma4"]
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
