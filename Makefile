@@ -67,13 +67,16 @@ bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.packing
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.head_memory --repeats 2
 
-# What can only be measured on a GPU (needs torch, transformers and pytest; the last line also vLLM). See docs/gpu.md.
+# What can only be measured on a GPU (needs torch, transformers and pytest; the smoke runs also vLLM). See docs/gpu.md.
 GPU_PYTHON ?= $(BIN)/python
 gpu:
 	$(GPU_PYTHON) -m pytest tests/gpu -q $(ARGS)
 	$(GPU_PYTHON) -m benchmarks.gpu_trainer
 	$(GPU_PYTHON) -m benchmarks.head_memory --device cuda
 	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc
+	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --top-k 20 --top-p 0.95
+	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --lora 16
+	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --moe
 
 # Make the shipped start policy again from the data it generates.
 policy: $(STAMP)
