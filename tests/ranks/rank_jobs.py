@@ -229,7 +229,7 @@ def end_inside(model: str, out: str, where: str, how: str) -> None:
     stop.install()  # torchrun sends TERM to the rank that is left: it must get as far as to say why
     sharded = where != "backward"
     trainer: Any = make_trainer(
-        Path(model), Path(out) / "run", fsdp=sharded, ddp_timeout=8, save_strategy="steps", save_steps=1
+        Path(model), Path(out) / "run", fsdp=sharded, ddp_timeout=15, save_strategy="steps", save_steps=1
     )
     stop.arm(trainer.request_stop)
     rank = trainer.args.process_index

@@ -19,7 +19,7 @@ from tests.tiny_model import write_model
     [
         ("backward", "SIGKILL", "trainer rank 1 is lost"),
         ("save", "SIGKILL", "trainer rank 1 is lost"),
-        ("forward", "SIGSTOP", "ddp_timeout (8 s)"),
+        ("forward", "SIGSTOP", "ddp_timeout (15 s)"),
     ],
 )
 def test_the_others_end_soon_and_say_which_rank_is_gone(tmp_path, monkeypatch, where, how, says):
@@ -34,7 +34,7 @@ def test_the_others_end_soon_and_say_which_rank_is_gone(tmp_path, monkeypatch, w
     assert "GLHF" not in text
     last = tmp_path / "run" / "checkpoint-1"
     assert newest_checkpoint(tmp_path / "run") == last
-    assert os.path.getmtime(tmp_path / "ended-0.json") - _written(last) < 30, time.time() - started
+    assert os.path.getmtime(tmp_path / "ended-0.json") - _written(last) < 45, time.time() - started
 
 
 def _written(checkpoint: Path) -> float:
