@@ -31,9 +31,10 @@ setsid sh -c 'trap "" TERM INT HUP; echo $$ > "$1/grandchild.tmp"; mv "$1/grandc
 """
 
 OWNER = """
-import json, os, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 from asyncgrpo_core.guard import start_guarded
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in a shell's background ignores it
 spec = json.loads(sys.argv[1])
 process = start_guarded(spec["argv"], name="tree", run_dir=Path(spec["run_dir"]),
                         log_path=Path(spec["run_dir"]) / "logs" / "tree.log", grace_s=0.5,
