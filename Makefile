@@ -76,7 +76,9 @@ gpu:
 	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc
 	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --top-k 20 --top-p 0.95
 	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --lora 16
-	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --moe
+	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --architecture moe
+	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --architecture hybrid
+	$(GPU_PYTHON) examples/gpu_smoke.py --backend ipc --architecture vision
 
 # Make the shipped start policy again from the data it generates.
 policy: $(STAMP)

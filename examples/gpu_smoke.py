@@ -4,7 +4,7 @@
     python examples/gpu_smoke.py --backend nccl                  # two GPUs: the trainer takes the first
     python examples/gpu_smoke.py --top-k 20 --top-p 0.95         # candidate sets from the server, replayed
     python examples/gpu_smoke.py --lora 16                       # only an adapter is trained and sent
-    python examples/gpu_smoke.py --moe                           # a Mixture of Experts
+    python examples/gpu_smoke.py --architecture moe              # a Mixture of Experts; also: hybrid, vision
     python examples/gpu_smoke.py --device cpu --steps 5          # the same with shared memory and a tiny policy
 
 The task needs no skill, so a random policy feels the reward at once: the share of a completion's tokens that have an
@@ -75,36 +75,59 @@ def prompts() -> list[dict[str, Any]]:
     return [{"prompt": [{"role": "user", "content": f"What is {i % 100} plus {i // 7}?"}]} for i in range(NUM_PROMPTS)]
 
 
-def make_policy(folder: Path, size: Size, seed: int, moe: bool = False) -> int:
-    """A random Qwen3 or Qwen3-MoE with the quickstart's tokenizer; returns its number of parameters."""
+def make_policy(folder: Path, size: Size, seed: int, architecture: str = "dense") -> int:
+    """A random policy with the quickstart's tokenizer, in float32; returns its number of parameters."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(POLICY_DIR)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": size.hidden}
-    config = AutoConfig.for_model(
-        "qwen3_moe" if moe else "qwen3",
-        **(experts if moe else {}),
-        vocab_size=len(tokenizer),
-        hidden_size=size.hidden,
-        intermediate_size=3 * size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=max(size.heads // 3, 2),
-        head_dim=size.hidden // size.heads,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    auto = AutoModelForImageTextToText if architecture == "vision" else AutoModelForCausalLM
+    model = auto.from_config(policy_config(architecture, size, tokenizer))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
+
+
+def policy_config(architecture: str, size: Size, tokenizer: Any) -> Any:
+    """Qwen3 (dense), Qwen3-MoE, Qwen3.5 (every fourth layer has attention, the others gated DeltaNet) or Qwen3-VL."""
+    from transformers import AutoConfig
+
+    text: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": size.hidden,
+        "intermediate_size": 3 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": max(size.heads // 3, 2),
+        "head_dim": size.hidden // size.heads,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+    if architecture == "moe":
+        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": size.hidden}
+        return AutoConfig.for_model("qwen3_moe", **text, **experts)
+    if architecture == "hybrid":
+        text["layer_types"] = [("full" if i % 4 == 3 else "linear") + "_attention" for i in range(size.layers)]
+        heads = {"linear_num_key_heads": size.heads // 2, "linear_num_value_heads": size.heads}
+        return AutoConfig.for_model("qwen3_5_text", **text, **heads)
+    if architecture == "vision":
+        half = text["head_dim"] // 2
+        section = [half - 2 * (half // 3), half // 3, half // 3]
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        ids = {name: len(tokenizer) + i for i, name in enumerate(names)}  # beyond what can be sampled
+        tower = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
+        tower |= {"num_position_embeddings": 16, "out_hidden_size": size.hidden, "deepstack_visual_indexes": [0]}
+        return AutoConfig.for_model(
+            "qwen3_vl", text_config=text, vision_config=tower, tie_word_embeddings=True, dtype="float32", **ids
+        )
+    return AutoConfig.for_model("qwen3", **text)
 
 
 # -- NCCL --------------------------------------------------------------------------------------------------------
@@ -150,12 +173,19 @@ def start_vllm(options: argparse.Namespace, size: Size, policy: Path, run_dir: P
         env |= {"CUDA_VISIBLE_DEVICES": str(options.server_gpu), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     if shim is not None and options.nccl_shim in ("both", "server"):
         env["VLLM_NCCL_SO_PATH"] = shim
+    extra = {
+        "hybrid": ["--gdn-prefill-backend", "triton"] if on_gpu else [],
+        "vision": ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'],
+    }
     server = ServerConfig(
-        dtype="bfloat16" if on_gpu else "float32",
+        # vLLM's CPU build computes gated DeltaNet in bfloat16 alone
+        dtype="bfloat16" if on_gpu or options.architecture == "hybrid" else "float32",
         gpu_memory_utilization=options.gpu_memory_utilization if on_gpu else None,
         enforce_eager=True if options.eager else None,
         enable_lora=options.lora > 0,
-        load_format="auto" if options.lora else "dummy",
+        # an adapter's base and a vision tower are not sent
+        load_format="auto" if options.lora or options.architecture == "vision" else "dummy",
+        extra_args=extra.get(options.architecture, []),
         env=env,
     )
     needs = ServerNeeds(
@@ -341,7 +371,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="rank of an adapter; its files are synced")
-    parser.add_argument("--moe", action="store_true", help="8 experts, 2 per token, in every layer")
+    parser.add_argument("--architecture", choices=("dense", "moe", "hybrid", "vision"), default="dense")
     parser.add_argument("--run-dir", type=Path, help="kept; default: a temporary folder")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds until the server is healthy")
@@ -365,7 +395,7 @@ def main(argv: list[str] | None = None) -> int:
     server: Any = None
     try:
         size = SIZES[options.device]
-        parameters = make_policy(scratch / "policy", size, options.seed, options.moe)
+        parameters = make_policy(scratch / "policy", size, options.seed, options.architecture)
         shim = nccl_shim(torch_nccl(), scratch) if options.nccl_shim != "none" else None
         if shim is not None and options.nccl_shim in ("both", "trainer"):
             os.environ["VLLM_NCCL_SO_PATH"] = shim

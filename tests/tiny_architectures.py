@@ -104,6 +104,20 @@ BUFFERED_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gemma4": ("Gemma4ForCausalLM", "Gemma4TextConfig", {**_GEMMA, **_LAYERS, **_GEMMA4}),
 }
+_DELTANET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,  # vLLM's CPU kernel takes no 32
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+HYBRID_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_DELTANET, "tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_DELTANET, **_SHARED_EXPERT}),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_DELTANET, **_SHARED_EXPERT}),
+}
 VISION_LANGUAGE_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _MROPE),
     "qwen3_vl_moe": (
@@ -119,7 +133,7 @@ def make_architecture(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> PreTrainedModel:
     """A random model of two layers in train mode, attention and experts eager; `fields` go into its text config."""
-    text = {**TEXT_ARCHITECTURES, **BUFFERED_ARCHITECTURES}
+    text = {**TEXT_ARCHITECTURES, **BUFFERED_ARCHITECTURES, **HYBRID_ARCHITECTURES}
     if name in text:
         model_class, config_class, own = text[name]
         config = getattr(transformers, config_class)(**{**_TEXT, **own, **fields})

@@ -33,7 +33,8 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     * Names and layouts are those of the published checkpoint, which are what vLLM loads. They differ from the model's
       own where transformers converts a checkpoint when it loads it (the experts of a Mixture-of-Experts layer are one
       tensor in the model and one tensor each in most checkpoints); its own conversion is reversed, as when it saves.
-    * Buffers are yielded where the checkpoint holds them (persistent ones); training does not change them.
+    * Buffers are yielded where the checkpoint holds them (persistent ones), as `nn.Buffer`; training does not change
+      them.
     * A tied pair (input and output embedding) is yielded once, under the embedding's name.
     * With PEFT, a layer that carries adapters is yielded merged (reference: "merges the adapter into the base model
       and sends the full merged weights"). The merge happens on a copy of that one layer, so the base weights are
@@ -126,6 +127,8 @@ def _sources(base: PreTrainedModel) -> Iterator[_Source]:
 
 
 def _reader(name: str, tensor: Tensor) -> Callable[[], Iterator[tuple[str, Tensor]]]:
+    if not isinstance(tensor, nn.Parameter):  # `saved_tensors` gives nothing else
+        return lambda: iter([(name, nn.Buffer(tensor))])
     return lambda: iter([(name, _full(tensor.detach()))])
 
 

@@ -1,9 +1,9 @@
 """Compare the server's /weight_checker digests with those of the trainer's tensors (nccl and ipc).
 
 The server digests its own parameters (sha256 of the bytes): fused ones (qkv_proj = q, k, v along dimension 0; the
-experts of a layer, one after the other), vocabularies padded with zeros, in the server's dtype. Layers that a kernel
-lays out differently do not match even when they are right; so a mismatch counts only for tensors that matched before
-(see `canary.judge`).
+experts of a layer, one after the other), vocabularies padded with zeros, in the server's dtype, or in float32 where
+vLLM computes with that (routers, their biases, a delta rule's decay). Layers that a kernel lays out differently do not
+match even when they are right; so a mismatch counts only for tensors that matched before (see `canary.judge`).
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncgrpo_core.sync.backend import TensorEvidence
 
 _RANK_PREFIX = re.compile(r"^dp(\d+):pp(\d+):pcp(\d+):tp(\d+):")
-# vLLM's packed_modules_mapping of the dense decoder families.
+# vLLM's packed_modules_mapping, of all its decoders; some checkpoints hold the fused one themselves.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 VOCABULARY_PADDING = 64
 # The experts of a layer: what one of each is made of, by the names that checkpoints have.
 _EXPERTS = re.compile(r"^(.*\bexperts)\.(?:routed_experts\.)?(w13|w2)_weight$")
 _EXPERT_PARTS = {"w13": (("gate_proj", "up_proj"), ("w1", "w3")), "w2": (("down_proj",), ("w2",))}
+_ALL_EXPERTS = {"w13": "gate_up_proj", "w2": "down_proj"}  # ... and of checkpoints that hold them as one tensor
 
 
 def compare_checksums(
@@ -47,7 +51,12 @@ def compare_checksums(
             return None
         digests.setdefault(_RANK_PREFIX.sub("", key), set()).add(digest)
     # Experts sent one by one are copies that were made for the sending: not all of them at once on the GPU.
-    sent = {name: tensor.cpu() if ".experts." in name else tensor for name, tensor in parameters}
+    sent: dict[str, Tensor] = {}
+    buffers: set[str] = set()  # not among the server's digests, and training does not change them
+    for name, tensor in parameters:
+        sent[name] = tensor.cpu() if ".experts." in name else tensor
+        if isinstance(tensor, nn.Buffer):
+            buffers.add(name)
     by_plain_name = {_plain(name): name for name in sent}
     differing: list[str] = []
     used: set[str] = set()
@@ -64,7 +73,7 @@ def compare_checksums(
         kind="checksums",
         compared=compared,
         differing=tuple(differing),
-        unchecked=tuple(name for name in sent if name not in used),
+        unchecked=tuple(name for name in sent if name not in used and name not in buffers),
     )
 
 
@@ -80,10 +89,13 @@ def _parts(name: str, sent: Collection[str]) -> tuple[str, ...]:
     """The plain names that a server parameter is made of, in their order in it."""
     experts = _EXPERTS.match(name)
     if experts is not None:
+        together = f"{experts.group(1)}.{_ALL_EXPERTS[experts.group(2)]}"
+        if together in sent:
+            return (together,)
         return _expert_parts(experts.group(1), _EXPERT_PARTS[experts.group(2)], sent)
     path, _, leaf = name.rpartition(".")
     parent, _, last = path.rpartition(".")
-    if last not in FUSED:
+    if last not in FUSED or name in sent:
         return (name,)
     return tuple(f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in FUSED[last])
 
@@ -97,18 +109,28 @@ def _expert_parts(experts: str, namings: Iterable[tuple[str, ...]], sent: Collec
     return ()
 
 
-def _expected(tensors: list[Tensor], dtype: torch.dtype) -> Iterable[str]:
-    """Digests that right weights may have: as they are, or padded like a vocabulary."""
-    whole = torch.cat([_as_held(tensor, dtype) for tensor in tensors])
-    yield _digest(whole)
-    padding = -whole.shape[0] % VOCABULARY_PADDING if whole.ndim == 2 else 0
-    if padding:
-        yield _digest(torch.cat([whole, whole.new_zeros(padding, whole.shape[1])]))
+def _expected(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[str]:
+    """Digests that right weights may have: in which dtype, turned round, or padded like a vocabulary."""
+    for whole in _as_held(tensors, dtype):
+        yield _digest(whole)
+        if whole.ndim == 3:  # experts, published as [experts, inputs, outputs]
+            yield _digest(whole.transpose(1, 2))
+        padding = -whole.shape[0] % VOCABULARY_PADDING if whole.ndim == 2 else 0
+        if padding:
+            yield _digest(torch.cat([whole, whole.new_zeros(padding, whole.shape[1])]))
 
 
-def _as_held(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
+def _as_held(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """In the server's dtype; or in float32: sent in the server's dtype (matrices), or as they are (vectors)."""
+    parts = [tensor.detach().cpu() for tensor in tensors]
+    if not all(part.is_floating_point() for part in parts):
+        yield torch.cat(parts)
+        return
+    rounded = torch.cat([part.to(dtype) for part in parts])
+    yield rounded
+    if dtype != torch.float32:
+        yield rounded.float()
+        yield torch.cat([part.float() for part in parts])
 
 
 def _digest(tensor: Tensor) -> str:

@@ -155,11 +155,21 @@ def _value_differences(actual: Tensor, pieces: list[_Piece], report: DeliveryRep
         # vLLM pads vocabularies at the end, so the first rows are the sent ones.
         held = actual[start : start + rows] if sent.ndim else actual.reshape(())
         start += rows
+        if len(pieces) == 1 and _same_values(actual, sent):
+            continue
         if held.shape != sent.shape:
             report.unchecked[piece.name] = f"sent as {list(sent.shape)}, held as {list(actual.shape)}"
             continue
         found.append((piece, _largest(held, sent.to(device=held.device, dtype=held.dtype))))
     return found
+
+
+def _same_values(actual: Tensor, sent: Tensor) -> bool:
+    """True for the sent numbers in another shape and order: vLLM's CPU build packs a short convolution's kernel."""
+    if actual.shape == sent.shape or actual.numel() != sent.numel():
+        return False
+    wanted = sent.to(device=actual.device, dtype=actual.dtype)
+    return torch.equal(actual.flatten().sort().values, wanted.flatten().sort().values)
 
 
 def _probe(module: nn.Module, dtype: torch.dtype, pieces: list[_Piece], report: DeliveryReport, seed: int) -> None:

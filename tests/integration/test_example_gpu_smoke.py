@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "gpu_smoke.py"
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(660)]
 
 
-@pytest.mark.parametrize("options", [[], ["--lora=8"], ["--moe"]], ids=["dense", "adapter", "experts"])
+@pytest.mark.parametrize("options", [[], ["--lora=8"], ["--architecture=moe"]], ids=["dense", "adapter", "experts"])
 def test_the_smoke_run_ends_with_every_sync_proved(tmp_path, options):
     command = [sys.executable, SCRIPT, "--device=cpu", "--steps=3", f"--run-dir={tmp_path}", *options]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

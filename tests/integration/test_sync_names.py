@@ -13,16 +13,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from asyncgrpo_core.models.parameters import iter_server_parameters
-from tests.tiny_architectures import BUFFERED_ARCHITECTURES, NAMES, VISION_LANGUAGE_ARCHITECTURES, make_architecture
+from asyncgrpo_core.sync.checksums import compare_checksums
+from tests.tiny_architectures import (
+    BUFFERED_ARCHITECTURES,
+    HYBRID_ARCHITECTURES,
+    NAMES,
+    VISION_LANGUAGE_ARCHITECTURES,
+    make_architecture,
+)
 from tests.tiny_model import write_tokenizer
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
-HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None  # vLLM's vision-language classes import it
+NEED_TORCHVISION = [*VISION_LANGUAGE_ARCHITECTURES, "qwen3_5", "qwen3_5_moe"]  # vLLM's classes import it
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 
 def write_sent(folder: Path, architecture: str, *, without: str | None = None, unknown: str | None = None) -> None:
@@ -43,9 +52,9 @@ def reports(tmp_path_factory) -> dict[str, dict]:
     """One process for all of them: importing vllm is most of the time."""
     root = tmp_path_factory.mktemp("names")
     # Experts first: vLLM makes the groups of its parallel layers for the first model.
-    names = sorted((*NAMES, *BUFFERED_ARCHITECTURES), key=lambda name: "moe" not in name)
+    names = sorted((*NAMES, *BUFFERED_ARCHITECTURES, *HYBRID_ARCHITECTURES), key=lambda name: "moe" not in name)
     if not HAS_TORCHVISION:
-        names = [name for name in names if name not in VISION_LANGUAGE_ARCHITECTURES]
+        names = [name for name in names if name not in NEED_TORCHVISION]
     for name in names:
         write_sent(root / name, name)
     write_sent(root / "lacking", "llama", without="model.layers.1.self_attn.k_proj.weight")
@@ -58,14 +67,30 @@ def reports(tmp_path_factory) -> dict[str, dict]:
     return json.loads((root / "report.json").read_text())
 
 
-@pytest.mark.parametrize("architecture", [*NAMES, *BUFFERED_ARCHITECTURES])
+@pytest.mark.parametrize("architecture", [*NAMES, *BUFFERED_ARCHITECTURES, *HYBRID_ARCHITECTURES])
 def test_f138_the_server_gets_every_parameter_and_knows_each_name(reports, architecture):
-    if architecture in VISION_LANGUAGE_ARCHITECTURES and not HAS_TORCHVISION:
-        pytest.skip("vLLM's vision-language models need torchvision, which is not installed")
+    if architecture in NEED_TORCHVISION and not HAS_TORCHVISION:
+        pytest.skip("vLLM's class of this model needs torchvision, which is not installed")
     report = reports[architecture]
     assert report["error"] is None
     assert [name for name in report["left"] if not name.startswith("visual.")] == []  # the tower keeps its own (F189)
     assert report["class"] == type(make_architecture(architecture)).__name__
+
+
+@pytest.mark.parametrize("architecture", [*NAMES, *BUFFERED_ARCHITECTURES, *HYBRID_ARCHITECTURES])
+def test_f138_the_digests_of_a_bfloat16_server_prove_every_tensor(reports, architecture):
+    """Small steps move the canary less than bfloat16 rounds: then only the digests can prove a delivery."""
+    if architecture in NEED_TORCHVISION and not HAS_TORCHVISION:
+        pytest.skip("vLLM's class of this model needs torchvision, which is not installed")
+    digests = {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in reports[architecture]["digests"].items()}
+    sent = list(iter_server_parameters(make_architecture(architecture)))
+    evidence = compare_checksums(digests, sent, torch.bfloat16)
+    assert evidence is not None and (evidence.differing, evidence.unchecked) == ((), ())
+    parameters = {name for name, tensor in sent if not isinstance(tensor, torch.nn.Buffer)}
+    assert len(parameters) <= evidence.compared <= len(sent)  # a buffer here may be a parameter there
+    moved = [(name, tensor + 1) for name, tensor in sent]
+    evidence = compare_checksums(digests, moved, torch.bfloat16)
+    assert evidence is not None and parameters <= {*evidence.differing}
 
 
 def test_a_parameter_that_is_not_sent_or_not_known_is_seen(reports):

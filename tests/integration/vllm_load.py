@@ -2,7 +2,8 @@
 
 Every FOLDER has a config, a tokenizer and `sent.safetensors`. All parameters and saved buffers of the model are NaN
 before the file is loaded, so what is NaN afterwards was not sent. REPORT gets, by folder name,
-{"class", "left", "error"}.
+{"class", "left", "error", "digests"}: the digests are those that /weight_checker gives for a server on a GPU in
+bfloat16 (a CPU server packs its weights and has none).
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 
 @torch.no_grad()
 def load(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = {"class": None, "left": None, "error": None}
-    options: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "enforce_eager": True, "max_model_len": 128}
+    report: dict[str, Any] = {"class": None, "left": None, "error": None, "digests": None}
+    options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "enforce_eager": True, "max_model_len": 128}
     config = EngineArgs(model=str(folder), **options).create_engine_config()
     with set_current_vllm_config(config):
         if not model_parallel_is_initialized():
@@ -35,7 +38,8 @@ def load(folder: Path) -> dict[str, Any]:
                 world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=rendezvous
             )
             initialize_model_parallel(1, 1)
-        model = initialize_model(config)
+        with set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(config)
         report["class"] = type(model).__name__
         # vLLM's attention has scales of its own ("_k_scale"), which no checkpoint of such a model holds.
         held = {
@@ -49,6 +53,7 @@ def load(folder: Path) -> dict[str, Any]:
             model.load_weights(iter(load_file(folder / "sent.safetensors").items()))
         except Exception as error:
             report["error"] = f"{type(error).__name__}: {error}"
+        report["digests"] = compute_tensor_digests(model)
         report["left"] = [name for name, tensor in held.items() if tensor.isnan().any()]
     return report
 

@@ -57,6 +57,33 @@ def test_a_fused_parameter_names_its_parts() -> None:
     assert set(evidence.differing) == {f"layers.0.{p}_proj.weight" for p in "qkv"}
 
 
+def float32_digest(tensor: Tensor) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tensor.numpy()).tobytes()).hexdigest()
+
+
+def test_what_a_server_holds_in_float32_is_compared() -> None:
+    """Routers come in the server's dtype, as every matrix, their biases and a delta rule's decay as they are."""
+    generator = torch.Generator().manual_seed(3)
+    sent = {"mlp.gate.weight": torch.randn(4, 8, generator=generator), "A_log": torch.randn(4, generator=generator)}
+    router = sent["mlp.gate.weight"].to(torch.bfloat16).float()
+    server = {PREFIX + "mlp.gate.weight": float32_digest(router), PREFIX + "A_log": float32_digest(sent["A_log"])}
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.compared == 2
+    late = sent | {"A_log": sent["A_log"] + 1e-6}
+    evidence = compare_checksums(server, late.items(), torch.bfloat16)
+    assert evidence is not None and evidence.differing == ("A_log",)
+
+
+def test_a_saved_buffer_has_no_digest_and_needs_none() -> None:
+    sent = {"norm.weight": torch.ones(8), "layer_scalar": torch.nn.Buffer(torch.ones(1))}
+    server = {PREFIX + "norm.weight": digest(torch.ones(8, dtype=torch.bfloat16))}
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.compared == 1
+    plain = sent | {"layer_scalar": torch.ones(1)}
+    evidence = compare_checksums(server, plain.items(), torch.bfloat16)
+    assert evidence is not None and evidence.unchecked == ("layer_scalar",)
+
+
 def test_one_wrong_replica_is_a_difference() -> None:
     sent = tensors()
     old = {**sent, "norm.weight": sent["norm.weight"] + 1}

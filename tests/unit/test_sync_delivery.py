@@ -147,6 +147,24 @@ def test_wrong_shape_is_unchecked_not_equal() -> None:
     assert list(report.unchecked) == ["model.norm.weight"]
 
 
+def test_a_packed_kernel_is_compared_by_its_values() -> None:
+    """vLLM's CPU build holds a kernel of [channels, 1, width] as [channels, width], in another order."""
+    sent = {"conv.weight": torch.randn(64, 1, 4, generator=torch.Generator().manual_seed(0)).bfloat16().float()}
+
+    def held(tensor: torch.Tensor) -> nn.Module:
+        model = nn.Module()
+        model.conv = nn.Module()
+        packed = tensor.view(2, 32, 4).transpose(1, 2).reshape(64, 4).bfloat16()
+        model.conv.register_parameter("weight", nn.Parameter(packed))
+        return model
+
+    report = compare_delivery(held(sent["conv.weight"]), sent)
+    assert (report.checked, report.unchecked, report.differing) == (1, {}, {})
+    stale = sent["conv.weight"].clone()
+    stale[5, 0, 2] += 1
+    assert list(compare_delivery(held(stale), sent).unchecked) == ["conv.weight"]
+
+
 def test_renamed_parameters_are_followed() -> None:
     """Models with another prefix in the checkpoint carry a mapper; its stacked renames are left to us."""
     sent = checkpoint()
