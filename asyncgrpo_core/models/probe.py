@@ -4,21 +4,25 @@ By then a server has been started and waited for. Two questions that no config a
 that they cost the same for every size and give every rank the same answer (also where its weights are still empty):
 
     attention   Do the layers tell their attention who sees whom? The first of them run over a row of two tokens without
-                data (device "meta"), up to whatever in them needs data.
+                data (device "meta"), up to whatever in them needs data; gated DeltaNet, which was checked when it was
+                installed, is passed by.
     head        Are the logits what `LogitTransform` makes of the head's output? The model's forward runs with its
                 decoder replaced by given hidden states and its head by a small one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.models import deltanet
 from asyncgrpo_core.models.attention import plan_is_lost
 from asyncgrpo_core.models.forward import causal_model, run_decoder
 from asyncgrpo_core.models.head import LogitTransform
@@ -60,7 +64,8 @@ def _check_attention(base: Any) -> None:
         return torch.func.functional_call(decoder, ghosts, args, kwargs)
 
     try:
-        run_decoder(call, ids, positions, plan)
+        with _without_triton(), _without_recurrence(decoder):
+            run_decoder(call, ids, positions, plan)
     except ConfigError:
         raise
     except _EnoughError:
@@ -70,6 +75,44 @@ def _check_attention(base: Any) -> None:
         return
     if not plan.used:
         raise plan_is_lost(type(base).__name__)
+
+
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    """No Triton kernel starts: given a tensor without data one reads from address 0, and the process loses its GPU."""
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:  # then there is none
+        yield
+        return
+    launch = JITFunction.run
+
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise _EnoughError("a Triton kernel needs data")
+
+    JITFunction.run = refuse
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+@contextlib.contextmanager
+def _without_recurrence(decoder: nn.Module) -> Iterator[None]:
+    """Gated DeltaNet layers give back what they get; their kernels, of several libraries, want data."""
+    names = deltanet.LAYER_CLASSES.values()
+    layers = [m for m in decoder.modules() if type(m).__name__ in names and "forward" not in vars(m)]
+    for layer in layers:
+        layer.forward = _unchanged
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _unchanged(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return hidden_states
 
 
 def _check_head(base: Any) -> None:

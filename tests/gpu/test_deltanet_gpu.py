@@ -16,6 +16,7 @@ import torch
 from asyncgrpo_core.models import deltanet
 from asyncgrpo_core.models.deltanet_schedule import recurrence_schedule
 from asyncgrpo_core.models.forward import install_packed_forward
+from asyncgrpo_core.models.probe import check_packed_forward
 from asyncgrpo_core.models.row_plan import RowPlan
 from tests.unit.deltanet_cases import CUTS, alone, policy, random_tokens, tree_row, weighted
 from tests.unit.policy_cases import float64_throughout, gradients
@@ -108,6 +109,15 @@ def test_f129_bfloat16_trees_are_as_close_to_float64_as_samples_forwarded_alone(
     print(f"\n{case} {cut}: mean {mean} largest {largest} gradient {gradient}")
     assert mean["tree"] <= 1.5 * mean["alone"] and largest["tree"] <= 2 * largest["alone"]
     assert gradient["tree"] <= 1.5 * gradient["alone"]
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next"])
+def test_the_check_at_load_leaves_the_gpu_usable(case):
+    """Before, `fla`'s kernels got tensors without data there: an illegal memory access, at the next call of torch."""
+    model = install_packed_forward(policy(case, torch.bfloat16, **SMALL).cuda())
+    check_packed_forward(model)
+    torch.cuda.synchronize()
+    assert torch.ones(1, device="cuda").item() == 1
 
 
 def _distance(a, b):

@@ -13,7 +13,7 @@ from asyncgrpo_core.models.forward import causal_model, install_packed_forward
 from asyncgrpo_core.models.probe import check_packed_forward
 from asyncgrpo_core.training.config import AsyncGRPOConfig
 from asyncgrpo_core.training.trainer_parts import load_parts
-from tests.tiny_architectures import NAMES, make_architecture
+from tests.tiny_architectures import HYBRID_ARCHITECTURES, NAMES, make_architecture
 from tests.unit.policy_cases import _SHAPE, ARCHITECTURES, tiny_policy
 from tests.unit.test_models_loading import tokenizer
 
@@ -176,3 +176,35 @@ def test_the_heads_that_transform_their_logits_are_really_asked(model_class, con
     monkeypatch.setattr(probe.LogitTransform, "from_config", forgetful)
     with pytest.raises(ConfigError, match="makes its logits in a way of its own"):
         check_packed_forward(model)
+
+
+@pytest.mark.parametrize("name", HYBRID_ARCHITECTURES)
+def test_f129_recurrent_layers_are_passed_by_and_attention_after_them_is_asked(name, monkeypatch):
+    """fla's kernels, given tensors without data, read address 0: the process had no GPU any more (seen on an H200)."""
+    model = install_packed_forward(make_architecture(name))
+    layer = model.model.layers[0].linear_attn
+    monkeypatch.setattr(type(layer), "forward", lambda *_args, **_kwargs: pytest.fail("it was run"))
+    check_packed_forward(model)
+    assert "forward" not in vars(layer)
+    if "moe" in name or name == "qwen3_next":  # the experts of layer 0 want data
+        return
+    attention = model.model.layers[1].self_attn
+    original = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *a, packed_attention, **kw: original(*a, **kw))
+    with pytest.raises(ConfigError, match="does not hand its keyword arguments on"):
+        check_packed_forward(model)
+
+
+def test_no_triton_kernel_starts(monkeypatch):
+    jit = pytest.importorskip("triton.runtime.jit")
+
+    class Kernel(jit.JITFunction):
+        def __init__(self):  # nothing to compile
+            pass
+
+    monkeypatch.setattr(jit.JITFunction, "run", lambda *_args, **_kwargs: pytest.fail("it was run"))
+    launch = jit.JITFunction.run
+    model = install_packed_forward(tiny_policy())
+    monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: Kernel().run(x))
+    check_packed_forward(model)
+    assert jit.JITFunction.run is launch
