@@ -235,7 +235,8 @@ def speed(size: str, args: argparse.Namespace) -> dict[str, Any]:
             ratio = ms[0] / ms[1]
             print(f"{kernels:>8} {backend:>10} {ms[0]:9.0f} {ms[1]:8.0f} {ratio:6.2f} {ratio / bound:8.1%} {peak:6.1f} "
                   f"{first:8.1f} {trained / ms[1] * 1e3:13,.0f}", flush=True)  # fmt: skip
-    if args.trl is not None:  # Liger's replacements stay in a model
+    use_kernels(model, "eager")  # Liger's rotary embedding is the module's, so anybody's: TRL's next
+    if args.trl is not None:  # Liger's other replacements stay in the model
         del model
         release()
         model = build(size, torch.bfloat16, "cuda")

@@ -1,4 +1,4 @@
-"""Whether torch.compile works on this machine: it needs Triton, a driver that fits it and a C compiler."""
+"""torch.compile: whether it works on this machine, and how often it may compile the same code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 @cache
 def compiler_works(device_type: str) -> bool:
     """Compile and run a tiny function there, once per process (seconds); says so where it fails.
+
+    It needs Triton, a driver that fits it and a C compiler.
 
     What asks are the choices that fall back to something slower: FlexAttention, compiled layers, the fused head.
     """
@@ -30,3 +32,13 @@ def compiler_works(device_type: str) -> bool:
         )
         return False
     return True
+
+
+def allow_recompiles(limit: int) -> None:
+    """Let dynamo keep at least `limit` compilations of one piece of code in this process.
+
+    Its own 8 are soon used up (a compilation per dtype, temperature, soft cap, exact length), and beyond them it runs
+    uncompiled, or raises where the whole function has to be compiled.
+    """
+    name = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    setattr(torch._dynamo.config, name, max(limit, getattr(torch._dynamo.config, name)))

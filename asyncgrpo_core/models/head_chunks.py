@@ -16,7 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from asyncgrpo_core.models.compiler import compiler_works
+from asyncgrpo_core.models.compiler import allow_recompiles, compiler_works
+
+# dtypes x transforms x dynamo's own special cases (one row, equal sizes): beyond the limit a compiled head raises.
+_RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,7 @@ def fused_functions(transform: LogitTransform) -> tuple[Callable[..., Any], Call
 @cache
 def _compiled(transform: LogitTransform) -> tuple[Callable[..., Any], Callable[..., Any]]:
     statistics, gradient_ = fused_functions(transform)
+    allow_recompiles(_RECOMPILE_LIMIT)
     compile_ = torch.compile(dynamic=True, fullgraph=True)
     return compile_(statistics), compile_(gradient_)
 

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from asyncgrpo_core.errors import ConfigError
-from asyncgrpo_core.models.compiler import compiler_works
+from asyncgrpo_core.models.compiler import allow_recompiles, compiler_works
 from asyncgrpo_core.models.forward import causal_model
 from asyncgrpo_core.models.support import dense_attention_layers
 
 logger = logging.getLogger(__name__)
 
 TRUNK_KERNELS = ("auto", "eager", "compile")
-# Entries that dynamo may keep for one piece of code: layers differ in window, dtype of autocast, train and eval.
+# Layers differ in window, dtype of autocast, train and eval.
 _RECOMPILE_LIMIT = 32
 
 
@@ -92,8 +92,7 @@ def compile_layers(decoder: nn.Module) -> int:
             f"{type(decoder).__name__} keeps no list of layers, so they cannot be compiled one by one.",
             "Set trunk_kernels='eager'.",
         )
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(torch._dynamo.config, limit, max(_RECOMPILE_LIMIT, getattr(torch._dynamo.config, limit)))
+    allow_recompiles(_RECOMPILE_LIMIT)
     for layer in layers:
         layer.compile(dynamic=True)
     return len(layers)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from asyncgrpo_core.models.attention_backends.call import AttentionCall
-from asyncgrpo_core.models.compiler import compiler_works
+from asyncgrpo_core.models.compiler import allow_recompiles, compiler_works
 from asyncgrpo_core.models.row_plan import RowPlan
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 BLOCK = 128
 # A padded length is at most a sixteenth longer than its row, and an octave of lengths has sixteen of them.
 _LENGTHS_PER_OCTAVE = 16
-# Shapes x (plain, window, softcap) x (with and without gradient): dynamo stops compiling at 8 unless told otherwise.
+# Shapes x (plain, window, softcap) x (with and without gradient).
 _RECOMPILE_LIMIT = 64
 
 compiled_shapes: set[tuple[Any, ...]] = set()
@@ -133,8 +133,7 @@ def _softcap(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(torch._dynamo.config, limit, max(_RECOMPILE_LIMIT, getattr(torch._dynamo.config, limit)))
+    allow_recompiles(_RECOMPILE_LIMIT)
     return torch.compile(flex_attention, dynamic=False)
 
 
