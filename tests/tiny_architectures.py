@@ -117,6 +117,7 @@ HYBRID_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_DELTANET, "tie_word_embeddings": True}),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_DELTANET, **_SHARED_EXPERT}),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_DELTANET, **_SHARED_EXPERT}),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_DELTANET, "linear_allow_neg_eigval": True}),
 }
 VISION_LANGUAGE_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _MROPE),

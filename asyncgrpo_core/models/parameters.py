@@ -25,6 +25,10 @@ from asyncgrpo_core.models.support import outside_text_model, saved_tensors
 # Architectures whose published checkpoints hold fused experts as [experts, inputs, outputs]. transformers turns them
 # round when it loads them and not when it saves; vLLM wants them as published.
 _PUBLISHED_TRANSPOSED = ("qwen3_vl_moe",)
+# Names that transformers gives when it saves, of older checkpoints; vLLM wants those that are published.
+_PUBLISHED_NAMES = {
+    "olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
+}
 
 
 def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -33,8 +37,8 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     * Names and layouts are those of the published checkpoint, which are what vLLM loads. They differ from the model's
       own where transformers converts a checkpoint when it loads it (the experts of a Mixture-of-Experts layer are one
       tensor in the model and one tensor each in most checkpoints); its own conversion is reversed, as when it saves.
-    * Buffers are yielded where the checkpoint holds them (persistent ones), as `nn.Buffer`; training does not change
-      them.
+    * Buffers are yielded where the checkpoint holds them (persistent ones). What training does not change, they and
+      frozen parameters, is yielded as `nn.Buffer`.
     * A tied pair (input and output embedding) is yielded once, under the embedding's name.
     * With PEFT, a layer that carries adapters is yielded merged (reference: "merges the adapter into the base model
       and sends the full merged weights"). The merge happens on a copy of that one layer, so the base weights are
@@ -94,6 +98,8 @@ def _as_published(base: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str
     if not tensors:
         return {}
     saved = revert_weight_conversion(base, tensors)
+    renamed = _PUBLISHED_NAMES.get(base.config.model_type, {})
+    saved = {".".join(renamed.get(part, part) for part in name.split(".")): t for name, t in saved.items()}
     if base.config.model_type not in _PUBLISHED_TRANSPOSED:
         return saved
     fused = (".experts.gate_up_proj", ".experts.down_proj")
@@ -127,9 +133,9 @@ def _sources(base: PreTrainedModel) -> Iterator[_Source]:
 
 
 def _reader(name: str, tensor: Tensor) -> Callable[[], Iterator[tuple[str, Tensor]]]:
-    if not isinstance(tensor, nn.Parameter):  # `saved_tensors` gives nothing else
-        return lambda: iter([(name, nn.Buffer(tensor))])
-    return lambda: iter([(name, _full(tensor.detach()))])
+    if tensor.requires_grad:
+        return lambda: iter([(name, _full(tensor.detach()))])
+    return lambda: iter([(name, nn.Buffer(_full(tensor.detach())))])
 
 
 def _merging_reader(owner: str, module: Any) -> Callable[[], Iterator[tuple[str, Tensor]]]:

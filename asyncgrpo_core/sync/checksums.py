@@ -2,8 +2,10 @@
 
 The server digests its own parameters (sha256 of the bytes): fused ones (qkv_proj = q, k, v along dimension 0; the
 experts of a layer, one after the other), vocabularies padded with zeros, in the server's dtype, or in float32 where
-vLLM computes with that (routers, their biases, a delta rule's decay). Layers that a kernel lays out differently do not
-match even when they are right; so a mismatch counts only for tensors that matched before (see `canary.judge`).
+vLLM computes with that (routers, their biases, a delta rule's decay). What cannot be found by its name is looked for
+among all digests, which needs no table of names: a digest says what the tensor is. Layers that a kernel lays out
+differently do not match even when they are right; so a mismatch counts only for tensors that matched before (see
+`canary.judge`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
@@ -41,7 +44,7 @@ def compare_checksums(
 
     Args:
         server: the server's name -> sha256 hex digest, as /weight_checker {"action": "checksum"} gives them.
-        parameters: (Hugging Face name, tensor) as sent.
+        parameters: (Hugging Face name, tensor) as sent; an `nn.Buffer` is what training does not change.
         server_dtype: the dtype that the server holds floating-point weights in.
     """
     digests: dict[str, set[str]] = {}
@@ -52,29 +55,42 @@ def compare_checksums(
         digests.setdefault(_RANK_PREFIX.sub("", key), set()).add(digest)
     # Experts sent one by one are copies that were made for the sending: not all of them at once on the GPU.
     sent: dict[str, Tensor] = {}
-    buffers: set[str] = set()  # not among the server's digests, and training does not change them
+    constant: set[str] = set()  # buffers are not among the server's digests; a canary proved them at the first sync
     for name, tensor in parameters:
         sent[name] = tensor.cpu() if ".experts." in name else tensor
         if isinstance(tensor, nn.Buffer):
-            buffers.add(name)
+            constant.add(name)
     by_plain_name = {_plain(name): name for name in sent}
-    differing: list[str] = []
-    used: set[str] = set()
-    compared = 0
+    differing: set[str] = set()
+    equal: set[str] = set()
+    elsewhere: Counter[str] = Counter()  # what the server holds under names, or in layouts, that are not known here
     for name, held in digests.items():
         parts = [by_plain_name[part] for part in _parts(_plain(name), by_plain_name) if part in by_plain_name]
-        if not parts or held == {_EMPTY}:
+        if held == {_EMPTY}:
             continue
-        used.update(parts)
-        compared += len(parts)
-        if not any(held == {digest} for digest in _expected([sent[part] for part in parts], server_dtype)):
-            differing.extend(parts)
+        if parts and any(held == {digest} for digest in _expected([sent[part] for part in parts], server_dtype)):
+            equal.update(parts)
+            continue
+        differing.update(parts)
+        elsewhere.update(held if len(held) == 1 else ())
+    for name in sent:
+        if name not in equal and _take(elsewhere, _expected([sent[name]], server_dtype)):
+            equal.add(name)
+            differing.discard(name)
     return TensorEvidence(
         kind="checksums",
-        compared=compared,
-        differing=tuple(differing),
-        unchecked=tuple(name for name in sent if name not in used and name not in buffers),
+        compared=len(equal) + len(differing),
+        differing=tuple(name for name in sent if name in differing),
+        unchecked=tuple(name for name in sent if name not in equal | differing | constant),
     )
+
+
+def _take(held: Counter[str], wanted: Iterable[str]) -> bool:
+    """Whether one of the digests is among what is held; it is then taken away, for one tensor proves one other."""
+    found = next((digest for digest in wanted if held[digest] > 0), None) if held else None
+    if found is not None:
+        held[found] -= 1
+    return found is not None
 
 
 _EMPTY = hashlib.sha256(b"").hexdigest()
@@ -113,8 +129,8 @@ def _expected(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[str]:
     """Digests that right weights may have: in which dtype, turned round, or padded like a vocabulary."""
     for whole in _as_held(tensors, dtype):
         yield _digest(whole)
-        if whole.ndim == 3:  # experts, published as [experts, inputs, outputs]
-            yield _digest(whole.transpose(1, 2))
+        if whole.ndim in (2, 3):  # matrices and experts that are published as [..., inputs, outputs]
+            yield _digest(whole.transpose(-1, -2))
         padding = -whole.shape[0] % VOCABULARY_PADDING if whole.ndim == 2 else 0
         if padding:
             yield _digest(torch.cat([whole, whole.new_zeros(padding, whole.shape[1])]))

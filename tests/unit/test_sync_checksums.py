@@ -84,6 +84,29 @@ def test_a_saved_buffer_has_no_digest_and_needs_none() -> None:
     assert evidence is not None and evidence.unchecked == ("layer_scalar",)
 
 
+def test_what_has_another_name_or_is_turned_round_is_found_by_its_digest() -> None:
+    """GPT-NeoX has another prefix at the server, GPT-2's matrices are [inputs, outputs], GraniteMoE fuses by itself."""
+    generator = torch.Generator().manual_seed(4)
+    sent = {
+        "gpt_neox.embed_in.weight": torch.randn(64, 8, generator=generator),
+        "h.0.c_attn.weight": torch.randn(8, 24, generator=generator),
+        "norm_1.weight": torch.ones(8),
+        "norm_2.weight": torch.ones(8),
+    }
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in sent.items()}
+    server = {
+        PREFIX + "embedding.weight": digest(held["gpt_neox.embed_in.weight"]),
+        PREFIX + "h.0.c_attn.weight": digest(held["h.0.c_attn.weight"].T.contiguous()),
+        PREFIX + "other_1.weight": digest(held["norm_1.weight"]),
+        PREFIX + "other_2.weight": digest(held["norm_2.weight"]),
+    }
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.compared == 4
+    stale = server | {PREFIX + "other_2.weight": digest(held["norm_2.weight"] * 2)}
+    evidence = compare_checksums(stale, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.unchecked == ("norm_2.weight",)  # one tensor does not prove two
+
+
 def test_one_wrong_replica_is_a_difference() -> None:
     sent = tensors()
     old = {**sent, "norm.weight": sent["norm.weight"] + 1}
