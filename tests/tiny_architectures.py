@@ -117,7 +117,6 @@ HYBRID_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_DELTANET, "tie_word_embeddings": True}),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_DELTANET, **_SHARED_EXPERT}),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_DELTANET, **_SHARED_EXPERT}),
-    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_DELTANET, "linear_allow_neg_eigval": True}),
 }
 VISION_LANGUAGE_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _MROPE),
@@ -127,6 +126,17 @@ VISION_LANGUAGE_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_MROPE, **_EXPERTS, "norm_topk_prob": True},  # vLLM asks for it, published configs have it
     ),
 }
+# vLLM has other names or layouts for these than their checkpoints; nothing else is asked of them.
+RENAMED_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    name: (f"{stem}ForCausalLM", f"{stem}Config", {"hidden_size": 128, **own})
+    for name, stem, own in (
+        ("ernie4_5_moe", "Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+        ("gpt_bigcode", "GPTBigCode", {}),
+        ("gpt_neox", "GPTNeoX", {}),
+        ("granitemoe", "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("phi", "Phi", {}),
+    )
+} | {"gpt2": ("GPT2LMHeadModel", "GPT2Config", {"hidden_size": 128})}
 NAMES = [*TEXT_ARCHITECTURES, *VISION_LANGUAGE_ARCHITECTURES]
 
 
@@ -134,7 +144,7 @@ def make_architecture(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> PreTrainedModel:
     """A random model of two layers in train mode, attention and experts eager; `fields` go into its text config."""
-    text = {**TEXT_ARCHITECTURES, **BUFFERED_ARCHITECTURES, **HYBRID_ARCHITECTURES}
+    text = {**TEXT_ARCHITECTURES, **BUFFERED_ARCHITECTURES, **HYBRID_ARCHITECTURES, **RENAMED_ARCHITECTURES}
     if name in text:
         model_class, config_class, own = text[name]
         config = getattr(transformers, config_class)(**{**_TEXT, **own, **fields})

@@ -129,12 +129,12 @@ def _by_canary(evidence: Evidence, largest: float, mean: float) -> tuple[str, st
 
 
 def _conclusive(tensors: TensorEvidence | None, trusted: Collection[str]) -> tuple[str, ...]:
-    """Differing tensors that prove a wrong delivery: any by value, by checksum those that matched before."""
+    """Tensors that prove a wrong delivery: any that differ by value; by checksum those that matched before."""
     if tensors is None:
         return ()
     if tensors.kind == "values":
         return tensors.differing
-    return tuple(name for name in tensors.differing if name in trusted)
+    return tuple(name for name in (*tensors.differing, *tensors.unchecked) if name in trusted)
 
 
 def _distances(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:

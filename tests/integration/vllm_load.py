@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn as olmo_hybrid
 from safetensors.torch import load_file
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -25,8 +24,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 from vllm.utils.torch_utils import set_default_torch_dtype
-
-olmo_hybrid.set_triton_allocator = lambda device: None  # memory for kernels; none runs here
 
 
 @torch.no_grad()

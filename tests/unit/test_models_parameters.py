@@ -14,6 +14,7 @@ from asyncgrpo_core.models.adapters import check_adapter
 from asyncgrpo_core.models.forward import install_packed_forward, score_tokens
 from asyncgrpo_core.models.parameters import iter_server_parameters
 from tests.tiny_architectures import BUFFERED_ARCHITECTURES, NAMES, make_architecture, write_architecture
+from tests.unit.deltanet_cases import policy as deltanet_policy
 from tests.unit.policy_cases import tiny_policy
 
 IDS = [3, 8, 1, 1, 12, 5]
@@ -197,3 +198,23 @@ def test_a_conversion_over_several_layers_is_refused(monkeypatch):
     monkeypatch.setattr(parameters, "revert_weight_conversion", stacked)
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM.*model\.norm"):
         list(iter_server_parameters(tiny_policy("qwen3")))
+
+
+def test_olmo_hybrid_has_its_published_names():
+    """transformers saves the names of older checkpoints, which vLLM does not know."""
+    model = deltanet_policy("olmo_hybrid", torch.float32)
+    names = {name for name, _ in iter_server_parameters(model)}
+    layer = "model.layers.0"
+    assert {f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight"} <= names
+    assert {f"{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"} <= names
+    assert not any("attention_layer_norm" in name or "feedforward_layer_norm" in name for name in names)
+
+
+def test_what_training_does_not_change_is_told_apart():
+    model = make_architecture("gemma4")
+    frozen = model.model.norm.weight
+    frozen.requires_grad_(False)
+    constant = {name for name, tensor in iter_server_parameters(model) if isinstance(tensor, torch.nn.Buffer)}
+    assert constant == {"model.norm.weight", *(f"model.layers.{i}.layer_scalar" for i in range(2))}
+    kept = dict(iter_server_parameters(model))["model.norm.weight"]
+    assert kept.data_ptr() == frozen.data_ptr()

@@ -208,3 +208,7 @@ def test_no_triton_kernel_starts(monkeypatch):
     monkeypatch.setattr(model.model.layers[0].mlp, "forward", lambda x: Kernel().run(x))
     check_packed_forward(model)
     assert jit.JITFunction.run is launch
+
+
+def test_f129_a_model_of_recurrent_layers_alone_is_not_said_to_lose_the_plan():
+    check_packed_forward(install_packed_forward(make_architecture("qwen3_5", layer_types=["linear_attention"] * 2)))

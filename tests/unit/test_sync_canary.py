@@ -81,6 +81,14 @@ CASES = {
         Evidence(NEW, NEW, None, BF16, checksums(differing=("q_proj.weight",)), {"q_proj.weight"}),
         FAILED,
     ),
+    "a tensor that matched before is nowhere at the server": (
+        Evidence(NEW, NEW, None, BF16, checksums(unchecked=("embed_in.weight",)), {"embed_in.weight"}),
+        FAILED,
+    ),
+    "a tensor that was never found": (
+        Evidence(NEW, NEW, None, BF16, checksums(unchecked=("embed_in.weight",)), {"norm.weight"}),
+        UNVERIFIED,
+    ),
     "checksums of nothing": (
         Evidence(NEW, NEW, None, BF16, TensorEvidence(kind="checksums", compared=0)),
         UNVERIFIED,
