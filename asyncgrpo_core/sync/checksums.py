@@ -69,7 +69,8 @@ def compare_checksums(
         parts = [by_plain_name[part] for part in _parts(_plain(name), by_plain_name) if part in by_plain_name]
         if held == {_EMPTY}:
             continue
-        if parts and any(held == {digest} for digest in _expected([sent[part] for part in parts], server_dtype)):
+        orders = (_expected([sent[part] for part in order], server_dtype) for order in _orders(name, parts))
+        if parts and any(held == {digest} for digest in itertools.chain.from_iterable(orders)):
             equal.update(parts)
             continue
         differing.update(parts)
@@ -87,6 +88,13 @@ def compare_checksums(
         differing=tuple(name for name in sent if name in differing),
         unchecked=tuple(name for name in sent if name not in compared and name not in constant),
     )
+
+
+def _orders(name: str, parts: list[str]) -> list[list[str]]:
+    """How a server may join the parts: FlashInfer's CUTLASS kernels want each expert's up projection first."""
+    if "w13" not in name or len(parts) < 2:
+        return [parts]
+    return [parts, [part for gate, up in zip(parts[::2], parts[1::2], strict=True) for part in (up, gate)]]
 
 
 def _take(held: Counter[str], wanted: Iterable[str]) -> bool:
@@ -138,6 +146,13 @@ def _expected(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[str]:
             yield _digest(torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])]))
         if len(tensors) == 1 and whole.ndim in (2, 3):  # matrices and experts published as [..., inputs, outputs]
             yield _digest(whole.transpose(-1, -2))
+        if len(tensors) == 1 and whole.ndim == 3:  # as in `_orders`
+            yield from (_digest(_halves_swapped(experts)) for experts in (whole, whole.transpose(-1, -2)))
+
+
+def _halves_swapped(experts: Tensor) -> Tensor:
+    half = experts.shape[1] // 2
+    return torch.cat((experts[:, half:], experts[:, :half]), dim=1)
 
 
 def _as_held(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:

@@ -155,6 +155,30 @@ def test_f138_the_experts_of_a_layer_are_one_parameter_of_the_server(names: tupl
     assert set(evidence.differing) == {f"{layer}.{e}.{name}.weight" for e in range(3) for name in names[:2]}
 
 
+@pytest.mark.parametrize("published", ["one_by_one", "together", "turned_round"])
+def test_f138_experts_whose_halves_a_kernel_swaps(published: str) -> None:
+    """FlashInfer's CUTLASS experts, vLLM's choice on some GPUs, hold [up; gate]."""
+    generator = torch.Generator().manual_seed(5)
+    gate, up = torch.randn(3, 4, 8, generator=generator), torch.randn(3, 4, 8, generator=generator)
+    layer = "model.layers.0.mlp.experts"
+    together = torch.cat([gate, up], dim=1)
+    sent = {
+        "one_by_one": {
+            f"{layer}.{e}.{name}.weight": stack[e]
+            for e in range(3)
+            for name, stack in (("gate_proj", gate), ("up_proj", up))
+        },
+        "together": {f"{layer}.gate_up_proj": together},
+        "turned_round": {f"{layer}.gate_up_proj": together.transpose(1, 2).contiguous()},
+    }[published]
+    held = torch.cat([up, gate], dim=1).to(torch.bfloat16)
+    evidence = compare_checksums({f"{PREFIX}{layer}.w13_weight": digest(held)}, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.compared == len(sent)
+    wrong = {f"{PREFIX}{layer}.w13_weight": digest(held + 1)}
+    evidence = compare_checksums(wrong, sent.items(), torch.bfloat16)
+    assert evidence is not None and {*evidence.differing} == set(sent)
+
+
 def test_f189_the_text_model_of_a_vision_language_model_has_its_wrapper_elsewhere() -> None:
     sent = {"model.language_model.norm.weight": torch.ones(8), "lm_head.weight": torch.zeros(64, 8)}
     server = {
