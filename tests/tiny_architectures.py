@@ -136,7 +136,14 @@ RENAMED_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         ("granitemoe", "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("phi", "Phi", {}),
     )
-} | {"gpt2": ("GPT2LMHeadModel", "GPT2Config", {"hidden_size": 128})}
+} | {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"hidden_size": 128}),
+    "gemma4_keys_are_values": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**_GEMMA, **_LAYERS, **_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+    ),
+}
 NAMES = [*TEXT_ARCHITECTURES, *VISION_LANGUAGE_ARCHITECTURES]
 
 

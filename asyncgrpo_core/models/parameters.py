@@ -70,9 +70,10 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     yield name, tensor
                 else:
                     converted[name] = tensor
+        constant = all(isinstance(tensor, nn.Buffer) for tensor in converted.values())
         for name, tensor in _as_published(base, converted).items():
             yielded.add(name)
-            yield name, tensor
+            yield name, nn.Buffer(tensor) if constant else tensor
     if yielded != saved.keys():
         raise ConfigError(
             f"The weights of {type(base).__name__} cannot be sent layer by layer: its checkpoint's "

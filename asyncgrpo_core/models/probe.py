@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -79,7 +80,10 @@ def _check_attention(base: Any) -> None:
 
 @contextlib.contextmanager
 def _without_triton() -> Iterator[None]:
-    """No Triton kernel starts: given a tensor without data one reads from address 0, and the process loses its GPU."""
+    """No Triton kernel starts: given a tensor without data one reads from address 0, and the process loses its GPU.
+
+    For all threads of the process: nothing else computes on a GPU while a policy is loaded.
+    """
     try:
         from triton.runtime.jit import JITFunction
     except ImportError:  # then there is none
@@ -103,7 +107,7 @@ def _without_recurrence(decoder: nn.Module) -> Iterator[None]:
     names = deltanet.LAYER_CLASSES.values()
     layers = [m for m in decoder.modules() if type(m).__name__ in names and "forward" not in vars(m)]
     for layer in layers:
-        layer.forward = _unchanged
+        layer.forward = functools.partial(_unchanged, type(layer).__name__)
     try:
         yield
     finally:
@@ -111,9 +115,13 @@ def _without_recurrence(decoder: nn.Module) -> Iterator[None]:
             del layer.forward
 
 
-def _unchanged(hidden_states: Tensor, *_args: Any, packed_attention: RowPlan | None = None, **_kwargs: Any) -> Tensor:
-    if packed_attention is not None:
-        packed_attention.once("probed", lambda: True)  # it came here, as it has to in a model without attention
+def _unchanged(
+    name: str, hidden_states: Tensor, *_args: Any, packed_attention: RowPlan | None = None, **_kwargs: Any
+) -> Tensor:
+    """In the place of a gated DeltaNet layer's forward. Raises ConfigError when the row's plan does not come to it."""
+    if packed_attention is None:
+        raise plan_is_lost(f"The decoder layer around {name}")
+    packed_attention.once("probed", lambda: True)  # enough in a model without attention
     return hidden_states
 
 

@@ -53,6 +53,8 @@ class TensorEvidence:
         differing: Hugging Face names of those that differ.
         unchecked: names that were sent and could not be compared.
         missing: server-side names of parameters that nothing was sent for.
+        matched: of "checksums": names that were found equal.
+        constant: of "checksums": names that were not, of what training does not change (`nn.Buffer`).
     """
 
     kind: str
@@ -60,10 +62,12 @@ class TensorEvidence:
     differing: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    matched: tuple[str, ...] = ()
+    constant: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
-        """True when every sent tensor was compared and all are equal."""
+        """True when every sent tensor that training changes was compared and all are equal."""
         return self.compared > 0 and not self.differing and not self.unchecked
 
 

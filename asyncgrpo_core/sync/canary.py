@@ -13,7 +13,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from asyncgrpo_core.sync.backend import TensorEvidence
+from asyncgrpo_core.sync.backend import TensorEvidence, name_list
 
 PROVED, UNVERIFIED, FAILED = "proved", "unverified", "failed"
 
@@ -125,7 +125,15 @@ def _by_canary(evidence: Evidence, largest: float, mean: float) -> tuple[str, st
         return PROVED, f"the largest canary difference is {largest:.2g}"
     if old is not None and old[1] - mean > evidence.noise.margin:
         return PROVED, f"the canary is {mean:.2g} from the new weights and {old[1]:.2g} from the old"
-    return UNVERIFIED, "the policy moved less than the arithmetic rounds, and no tensors could be compared"
+    return UNVERIFIED, f"the policy moved less than the arithmetic rounds, and {_open(evidence.tensors)}"
+
+
+def _open(tensors: TensorEvidence | None) -> str:
+    """Which tensors keep a comparison from proving anything."""
+    if tensors is None or not tensors.compared:
+        return "no tensors could be compared"
+    names = [*tensors.differing, *tensors.unchecked]
+    return f"the server holds {name_list(names)} in a way that could not be compared"
 
 
 def _conclusive(tensors: TensorEvidence | None, trusted: Collection[str]) -> tuple[str, ...]:
@@ -134,7 +142,8 @@ def _conclusive(tensors: TensorEvidence | None, trusted: Collection[str]) -> tup
         return ()
     if tensors.kind == "values":
         return tensors.differing
-    return tuple(name for name in (*tensors.differing, *tensors.unchecked) if name in trusted)
+    not_found = (*tensors.differing, *tensors.unchecked, *tensors.constant)
+    return tuple(name for name in not_found if name in trusted)
 
 
 def _distances(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from asyncgrpo_core.sync.backend import TensorEvidence
 
 _RANK_PREFIX = re.compile(r"^dp(\d+):pp(\d+):pcp(\d+):tp(\d+):")
-# vLLM's packed_modules_mapping, of all its decoders; some checkpoints hold the fused one themselves.
+# vLLM's packed_modules_mapping, of the decoders whose checkpoints hold the parts; others hold the fused one themselves.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -30,6 +30,8 @@ FUSED = {
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+# Where keys are values too (Gemma 4), vLLM holds them twice.
+_KEYS_ARE_VALUES = ("q_proj", "k_proj", "k_proj")
 VOCABULARY_PADDING = 64
 MOST_FLOAT32_ELEMENTS = 2**24  # of what a 16-bit server keeps in float32: routers, at most. Digests of more take long.
 # The experts of a layer: what one of each is made of, by the names that checkpoints have.
@@ -54,45 +56,56 @@ def compare_checksums(
         if match is not None and (int(match.group(4)) > 0 or int(match.group(3)) > 0):
             return None
         digests.setdefault(_RANK_PREFIX.sub("", key), set()).add(digest)
-    # Experts sent one by one are copies that were made for the sending: not all of them at once on the GPU.
+    # On the host: gathered shards and merged adapters are copies, and would be a whole model on a GPU of the trainer.
     sent: dict[str, Tensor] = {}
-    constant: set[str] = set()  # buffers are not among the server's digests; a canary proved them at the first sync
+    unchanging: set[str] = set()
     for name, tensor in parameters:
-        sent[name] = tensor.cpu() if ".experts." in name else tensor
+        sent[name] = tensor.detach().cpu()
         if isinstance(tensor, nn.Buffer):
-            constant.add(name)
-    by_plain_name = {_plain(name): name for name in sent}
-    differing: set[str] = set()
-    equal: set[str] = set()
-    elsewhere: Counter[str] = Counter()  # what the server holds under names, or in layouts, that are not known here
-    for name, held in digests.items():
-        parts = [by_plain_name[part] for part in _parts(_plain(name), by_plain_name) if part in by_plain_name]
-        if held == {_EMPTY}:
+            unchanging.add(name)
+    matched, differing, elsewhere = _by_name(digests, sent, server_dtype)
+    known = matched | differing
+    for name, tensor in sent.items():
+        if ".experts." in name and tensor.ndim < 3:  # one of many: a server holds them together
             continue
-        orders = (_expected([sent[part] for part in order], server_dtype) for order in _orders(name, parts))
-        if parts and any(held == {digest} for digest in itertools.chain.from_iterable(orders)):
-            equal.update(parts)
-            continue
-        differing.update(parts)
-        elsewhere.update(held if len(held) == 1 else ())
-    for name in sent:
-        if ".experts." in name and sent[name].ndim < 3:  # one of many: a server holds them together
-            continue
-        if name not in equal and _take(elsewhere, _expected([sent[name]], server_dtype)):
-            equal.add(name)
-            differing.discard(name)
-    compared = equal | differing
+        if name not in known and _take(elsewhere, _expected([tensor], server_dtype)):
+            matched.add(name)
+    matched -= differing  # one of its copies at the server is another
+    compared = matched | differing
     return TensorEvidence(
         kind="checksums",
         compared=len(compared),
-        differing=tuple(name for name in sent if name in differing),
-        unchecked=tuple(name for name in sent if name not in compared and name not in constant),
+        differing=tuple(name for name in sent if name in differing and name not in unchanging),
+        unchecked=tuple(name for name in sent if name not in compared and name not in unchanging),
+        matched=tuple(name for name in sent if name in matched),
+        constant=tuple(name for name in sent if name in unchanging and name not in matched),
     )
+
+
+def _by_name(
+    digests: Mapping[str, set[str]], sent: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[set[str], set[str], Counter[str]]:
+    """Names whose digest is right, names whose digest is another, and the digests of the server's other tensors."""
+    by_plain_name = {_plain(name): name for name in sent}
+    matched: set[str] = set()
+    differing: set[str] = set()
+    elsewhere: Counter[str] = Counter()
+    for name, held in digests.items():
+        if held == {_EMPTY}:
+            continue
+        parts = [by_plain_name[part] for part in _parts(_plain(name), by_plain_name) if part in by_plain_name]
+        if not parts:
+            elsewhere.update(held if len(held) == 1 else ())
+            continue
+        orders = (_expected([sent[part] for part in order], dtype, name) for order in _orders(name, parts))
+        right = any(held == {digest} for digest in itertools.chain.from_iterable(orders))
+        (matched if right else differing).update(parts)
+    return matched, differing, elsewhere
 
 
 def _orders(name: str, parts: list[str]) -> list[list[str]]:
     """How a server may join the parts: FlashInfer's CUTLASS kernels want each expert's up projection first."""
-    if "w13" not in name or len(parts) < 2:
+    if "w13" not in name or len(parts) < 2 or len(parts) % 2:
         return [parts]
     return [parts, [part for gate, up in zip(parts[::2], parts[1::2], strict=True) for part in (up, gate)]]
 
@@ -125,7 +138,14 @@ def _parts(name: str, sent: Collection[str]) -> tuple[str, ...]:
     parent, _, last = path.rpartition(".")
     if last not in FUSED or name in sent:
         return (name,)
-    return tuple(f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}" for part in FUSED[last])
+    kept = FUSED[last]
+    if last == "qkv_proj" and _under(parent, "v_proj", leaf) not in sent:
+        kept = _KEYS_ARE_VALUES
+    return tuple(_under(parent, part, leaf) for part in kept)
+
+
+def _under(parent: str, part: str, leaf: str) -> str:
+    return f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}"
 
 
 def _expert_parts(experts: str, namings: Iterable[tuple[str, ...]], sent: Collection[str]) -> tuple[str, ...]:
@@ -137,16 +157,17 @@ def _expert_parts(experts: str, namings: Iterable[tuple[str, ...]], sent: Collec
     return ()
 
 
-def _expected(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[str]:
-    """Digests that right weights may have: in which dtype, padded like a vocabulary, or turned round."""
+def _expected(tensors: list[Tensor], dtype: torch.dtype, name: str = "") -> Iterator[str]:
+    """Digests that right weights may have under the server's `name`: by dtype, padded, turned round or swapped."""
     for whole in _as_held(tensors, dtype):
         yield _digest(whole)
         padding = -whole.shape[0] % VOCABULARY_PADDING if whole.ndim in (1, 2) else 0  # of a head's bias too
         if padding:
             yield _digest(torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])]))
-        if len(tensors) == 1 and whole.ndim in (2, 3):  # matrices and experts published as [..., inputs, outputs]
-            yield _digest(whole.transpose(-1, -2))
-        if len(tensors) == 1 and whole.ndim == 3:  # as in `_orders`
+        if len(tensors) > 1 or whole.ndim not in (2, 3):
+            continue
+        yield _digest(whole.transpose(-1, -2))  # matrices and experts that are published as [..., inputs, outputs]
+        if whole.ndim == 3 and "w13" in name:  # as in `_orders`
             yield from (_digest(_halves_swapped(experts)) for experts in (whole, whole.transpose(-1, -2)))
 
 
@@ -157,7 +178,7 @@ def _halves_swapped(experts: Tensor) -> Tensor:
 
 def _as_held(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     """In the server's dtype; small ones also in float32: sent in the server's dtype (matrices), or as they are."""
-    parts = [tensor.detach().cpu() for tensor in tensors]
+    parts = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
     if not all(part.is_floating_point() for part in parts):
         yield torch.cat(parts)
         return

@@ -95,8 +95,8 @@ class Prover:
             raise DeliveryError(
                 f"{self._unverified_in_a_row} weight syncs in a row (the last is policy version {version}) could "
                 f"not be proved: {verdict.reason}.",
-                "Run the server with VLLM_SERVER_DEV_MODE=1 so that /weight_checker answers, use float32 on both "
-                "sides, or raise verify_sync_every so that the policy moves more between two proofs.",
+                "Raise verify_sync_every so that the policy moves more between two proofs, use float32 on both sides, "
+                "or let /weight_checker answer for all tensors (VLLM_SERVER_DEV_MODE=1, no tensor parallelism).",
             )
 
     def _judge(self, server: list[float], trainer: list[float], tensors: TensorEvidence | None) -> Verdict:
@@ -110,8 +110,5 @@ class Prover:
     def _trust(self, evidence: TensorEvidence | None) -> None:
         if self._checksum_dtype is None:
             return
-        trusted = self._trusted_names or set()
-        if evidence is not None and evidence.kind == "checksums":
-            skip = {*evidence.differing, *evidence.unchecked}
-            trusted |= {name for name, _ in self._parameters()} - skip
-        self._trusted_names = trusted
+        matched = evidence.matched if evidence is not None else ()
+        self._trusted_names = (self._trusted_names or set()) | set(matched)

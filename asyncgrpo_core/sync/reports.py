@@ -118,7 +118,8 @@ def delivery_message(version: int, backend: str, verdict: Verdict, tensors: Tens
     if backend == LORA_BACKEND:
         which = f"its {'engine' if tensors is None or tensors.compared == 1 else 'engines'} loaded the adapter's folder"
     elif verdict.differing and tensors is not None:
-        which = f"these parameters differ from what was sent: {name_list(verdict.differing, tensors.compared)}"
+        total = tensors.compared + len(tensors.unchecked)
+        which = f"these parameters differ from what was sent: {name_list(verdict.differing, total)}"
     elif tensors is not None and tensors.missing:
         which = f"nothing was sent for the server's {name_list(tensors.missing)}"
     elif tensors is not None and tensors.equal:

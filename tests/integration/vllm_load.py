@@ -2,8 +2,8 @@
 
 Every FOLDER has a config, a tokenizer and `sent.safetensors`. All parameters and saved buffers of the model are NaN
 before the file is loaded, so what is NaN afterwards was not sent. REPORT gets, by folder name,
-{"class", "left", "error", "digests"}: the digests are those that /weight_checker gives for a server on a GPU in
-bfloat16 (a CPU server packs its weights and has none).
+{"class", "left", "error", "digests"}: the digests are those of the weights as they are loaded in bfloat16. A server has
+them where its kernels take weights as they are (a CPU server's do not).
 """
 
 from __future__ import annotations

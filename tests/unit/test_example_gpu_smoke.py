@@ -8,7 +8,12 @@ import shutil
 import subprocess
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from asyncgrpo_core.models.forward import install_packed_forward
+from asyncgrpo_core.models.probe import check_packed_forward
+from asyncgrpo_core.models.support import check_config
 from examples import gpu_smoke
 
 
@@ -90,3 +95,15 @@ def test_the_shim_is_the_library_and_what_it_lacks(tmp_path):
     assert shim.ncclCommSuspend(None, 1) != 0 and shim.ncclCommResume(None) != 0
     both = "int ncclCommSuspend(void*c,int f){return 0;}\nint ncclCommResume(void*c){return 0;}\n"
     assert gpu_smoke.nccl_shim(library("libnccl_new.so.2", both), tmp_path) is None
+
+
+@pytest.mark.parametrize("architecture", ["dense", "moe", "hybrid", "vision"])
+@pytest.mark.parametrize("size", ["cpu", "cuda"])
+def test_every_architecture_is_a_model_that_can_be_trained(architecture, size, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(gpu_smoke.POLICY_DIR)
+    config = gpu_smoke.policy_config(architecture, gpu_smoke.SIZES[size], tokenizer)
+    auto = AutoModelForImageTextToText if architecture == "vision" else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    check_config(model.config, None)
+    check_packed_forward(install_packed_forward(model))

@@ -218,3 +218,13 @@ def test_what_training_does_not_change_is_told_apart():
     assert constant == {"model.norm.weight", *(f"model.layers.{i}.layer_scalar" for i in range(2))}
     kept = dict(iter_server_parameters(model))["model.norm.weight"]
     assert kept.data_ptr() == frozen.data_ptr()
+
+
+def test_frozen_experts_stay_constant_through_their_conversion():
+    model = make_architecture("qwen3_moe")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    sent = dict(iter_server_parameters(model))
+    assert {name for name, tensor in sent.items() if isinstance(tensor, torch.nn.Buffer)} == {
+        name for name in sent if ".experts." in name
+    }

@@ -212,3 +212,13 @@ def test_no_triton_kernel_starts(monkeypatch):
 
 def test_f129_a_model_of_recurrent_layers_alone_is_not_said_to_lose_the_plan():
     check_packed_forward(install_packed_forward(make_architecture("qwen3_5", layer_types=["linear_attention"] * 2)))
+
+
+def test_f129_a_recurrent_layer_that_does_not_get_the_plan_is_refused(monkeypatch):
+    """Nothing would notice at the first row: attention asks for the plan, and the recurrence runs over samples."""
+    model = install_packed_forward(make_architecture("qwen3_5"))
+    layer = model.model.layers[0]
+    original = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *a, packed_attention, **kw: original(*a, **kw))
+    with pytest.raises(ConfigError, match="The decoder layer around Qwen3_5GatedDeltaNet"):
+        check_packed_forward(model)

@@ -85,6 +85,14 @@ CASES = {
         Evidence(NEW, NEW, None, BF16, checksums(unchecked=("embed_in.weight",)), {"embed_in.weight"}),
         FAILED,
     ),
+    "a constant tensor that matched before does no longer": (
+        Evidence(NEW, NEW, None, BF16, checksums(constant=("layer_scalar",)), {"layer_scalar"}),
+        FAILED,
+    ),
+    "a constant tensor that never matched": (
+        Evidence(NEW, NEW, None, BF16, checksums(constant=("layer_scalar",)), {"norm.weight"}),
+        PROVED,
+    ),
     "a tensor that was never found": (
         Evidence(NEW, NEW, None, BF16, checksums(unchecked=("embed_in.weight",)), {"norm.weight"}),
         UNVERIFIED,
@@ -137,3 +145,9 @@ def test_canary_tokens_are_fixed_and_allowed() -> None:
     assert len(ids) == 64
     assert set(ids) <= set(range(20)) - {0, 3}
     assert ids != canary_token_ids(20, length=64, seed=1, exclude={0, 3})
+
+
+def test_the_reason_names_what_could_not_be_compared() -> None:
+    some = judge(Evidence(NEW, NEW, None, BF16, checksums(differing=("w13",), unchecked=("embed_in.weight",))))
+    assert "the server holds w13, embed_in.weight in a way that could not be compared" in some.reason
+    assert "no tensors could be compared" in judge(Evidence(NEW, NEW, None, BF16)).reason

@@ -79,6 +79,10 @@ def test_a_saved_buffer_has_no_digest_and_needs_none() -> None:
     server = {PREFIX + "norm.weight": digest(torch.ones(8, dtype=torch.bfloat16))}
     evidence = compare_checksums(server, sent.items(), torch.bfloat16)
     assert evidence is not None and evidence.equal and evidence.compared == 1
+    assert evidence.constant == ("layer_scalar",) and evidence.matched == ("norm.weight",)
+    shuffled = server | {PREFIX + "layer_scalar": digest(torch.zeros(1, dtype=torch.bfloat16))}
+    evidence = compare_checksums(shuffled, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.constant == ("layer_scalar",)
     plain = sent | {"layer_scalar": torch.ones(1)}
     evidence = compare_checksums(server, plain.items(), torch.bfloat16)
     assert evidence is not None and evidence.unchecked == ("layer_scalar",)
@@ -105,6 +109,52 @@ def test_what_has_another_name_or_is_turned_round_is_found_by_its_digest() -> No
     stale = server | {PREFIX + "other_2.weight": digest(held["norm_2.weight"] * 2)}
     evidence = compare_checksums(stale, sent.items(), torch.bfloat16)
     assert evidence is not None and evidence.unchecked == ("norm_2.weight",)  # one tensor does not prove two
+
+
+def test_tensors_that_changed_places_are_differences() -> None:
+    """Each is at the server, under the other's name: that proves nothing of either."""
+    sent = {"layers.0.norm.weight": torch.ones(8), "layers.1.norm.weight": torch.zeros(8)}
+    held = {name: tensor.to(torch.bfloat16) for name, tensor in sent.items()}
+    server = {
+        PREFIX + "layers.0.norm.weight": digest(held["layers.1.norm.weight"]),
+        PREFIX + "layers.1.norm.weight": digest(held["layers.0.norm.weight"]),
+    }
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and set(evidence.differing) == set(sent)
+
+
+@pytest.mark.parametrize(
+    ("fused", "parts"),
+    [
+        ("in_proj_qkvz", ["in_proj_qkv", "in_proj_z"]),
+        ("in_proj_ba", ["in_proj_b", "in_proj_a"]),
+        ("fused_qkv_a_proj", ["q_a_proj", "kv_a_proj_with_mqa"]),
+        ("gate_up_proj", ["gate_proj", "up_proj"]),
+        ("qkv_proj", ["q_proj", "k_proj", "k_proj"]),  # Gemma 4's keys that are values too
+        ("gate_up_proj", ["gate_up_proj"]),  # GLM-4's checkpoint holds it so
+    ],
+)
+def test_what_a_server_joins_is_compared_in_its_order(fused: str, parts: list[str]) -> None:
+    generator = torch.Generator().manual_seed(6)
+    sent = {f"layers.0.mlp.{part}.weight": torch.randn(4, 8, generator=generator) for part in dict.fromkeys(parts)}
+    held = torch.cat([sent[f"layers.0.mlp.{part}.weight"] for part in parts]).to(torch.bfloat16)
+    server = {f"{PREFIX}model.layers.0.mlp.{fused}.weight": digest(held)}
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and set(evidence.matched) == set(sent)
+    server = {f"{PREFIX}model.layers.0.mlp.{fused}.weight": digest(held.flip(0))}
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and set(evidence.differing) == set(sent)
+
+
+def test_a_scalar_is_compared_too() -> None:
+    """Apertus' activations have one each."""
+    sent = {"act_fn.beta": torch.tensor(0.5), "norm.weight": torch.ones(8)}
+    server = {
+        PREFIX + "other_norm.weight": digest(torch.ones(8, dtype=torch.bfloat16)),
+        PREFIX + "other_beta": digest(torch.tensor([0.5], dtype=torch.bfloat16)),
+    }
+    evidence = compare_checksums(server, sent.items(), torch.bfloat16)
+    assert evidence is not None and evidence.equal and evidence.compared == 2
 
 
 def test_one_wrong_replica_is_a_difference() -> None:
