@@ -25,8 +25,8 @@ from asyncgrpo_core.models.support import outside_text_model, saved_tensors
 # Architectures whose published checkpoints hold fused experts as [experts, inputs, outputs]. transformers turns them
 # round when it loads them and not when it saves; vLLM wants them as published.
 _PUBLISHED_TRANSPOSED = ("qwen3_vl_moe",)
-# Names that transformers gives when it saves, of older checkpoints; vLLM wants those that are published.
-_PUBLISHED_NAMES = {
+# Names that transformers gives when it saves and vLLM does not know; it wants those that the model itself has.
+_NAMES_OF_VLLM = {
     "olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
 }
 
@@ -99,7 +99,7 @@ def _as_published(base: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str
     if not tensors:
         return {}
     saved = revert_weight_conversion(base, tensors)
-    renamed = _PUBLISHED_NAMES.get(base.config.model_type, {})
+    renamed = _NAMES_OF_VLLM.get(base.config.model_type, {})
     saved = {".".join(renamed.get(part, part) for part in name.split(".")): t for name, t in saved.items()}
     if base.config.model_type not in _PUBLISHED_TRANSPOSED:
         return saved

@@ -126,6 +126,9 @@ def test_f129_a_saved_checkpoint_is_loaded_trained_and_sent_under_its_own_names(
     assert trained == {name for name, _ in model.named_parameters() if ".visual." not in name}
     sent = dict(iter_server_parameters(model))
     wanted = {k: v for k, v in load_file(tmp_path / "model.safetensors").items() if ".visual." not in k}
+    if case == "olmo_hybrid":  # vLLM's class has the names of the model for these
+        renamed = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+        wanted = {".".join(renamed.get(part, part) for part in k.split(".")): v for k, v in wanted.items()}
     assert sent.keys() == wanted.keys()
     assert all(torch.equal(sent[name], value) for name, value in wanted.items())
 
