@@ -121,6 +121,9 @@ def test_tensors_that_changed_places_are_differences() -> None:
     }
     evidence = compare_checksums(server, sent.items(), torch.bfloat16)
     assert evidence is not None and set(evidence.differing) == set(sent)
+    renamed = {"layers.0.norm.weight": torch.ones(8), "elsewhere.weight": torch.zeros(8)}  # and what has no name there
+    evidence = compare_checksums(server, renamed.items(), torch.bfloat16)
+    assert evidence is not None and evidence.matched == () and evidence.unchecked == ("elsewhere.weight",)
 
 
 @pytest.mark.parametrize(
