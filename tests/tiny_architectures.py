@@ -144,6 +144,7 @@ RENAMED_ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_GEMMA, **_LAYERS, **_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
     ),
 }
+NEED_TORCHVISION = [*VISION_LANGUAGE_ARCHITECTURES, "qwen3_5", "qwen3_5_moe"]  # vLLM's classes import it
 NAMES = [*TEXT_ARCHITECTURES, *VISION_LANGUAGE_ARCHITECTURES]
 
 

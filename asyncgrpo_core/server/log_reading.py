@@ -8,9 +8,11 @@ import re
 _PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*)?(?:(?:ERROR|WARNING|INFO|DEBUG) [\d\-]+ [\d:.]+ \[[^\]]*\]\s?)?")
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|NotFound|Interrupt)(?::\s|$)")
 _ARGPARSE = re.compile(r"\berror: ")
-# Says only that another process failed; the reason stands above it.
+# Says only that another process, or a model's module, failed; the reason stands above it.
 _SECOND_HAND = re.compile(
-    r"Engine core initialization failed|engine core proc\w* .*failed|WorkerProc initialization failed", re.I
+    r"Engine core initialization failed|engine core proc\w* .*failed|WorkerProc initialization failed"
+    r"|failed to be inspected",
+    re.I,
 )
 
 # What to change, by words of the reason; the first that fits.
@@ -33,6 +35,11 @@ _FIXES = (
     (
         r"No module named '?vllm",
         "Install vLLM there (see the README), or point server.python at an environment that has it.",
+    ),
+    (
+        r"No module named '?torchvision",
+        "vLLM's classes of vision-language models and of Qwen3.5 import it, also for text: install the torchvision "
+        "that fits that environment's torch.",
     ),
     (
         r"PackageNotFoundError|No package metadata was found",

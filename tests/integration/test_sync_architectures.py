@@ -21,6 +21,7 @@ from asyncgrpo_core.sync.publisher import make_publisher
 from tests.tiny_architectures import (
     HYBRID_ARCHITECTURES,
     NAMES,
+    NEED_TORCHVISION,
     VISION_LANGUAGE_ARCHITECTURES,
     make_architecture,
     write_architecture,
@@ -31,7 +32,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 LIMIT, LIMIT_BFLOAT16 = 1e-3, 0.1  # nats: largest difference of a token; the mean where the server has bfloat16
 # vLLM's CPU build does not serve the other buffered ones in float32 (latent attention, ungrouped sigmoid scores).
 SERVED = [*NAMES, "glm4_moe", "gemma4", *HYBRID_ARCHITECTURES]
-NEED_TORCHVISION = [*VISION_LANGUAGE_ARCHITECTURES, "qwen3_5", "qwen3_5_moe"]  # vLLM's classes import it
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 

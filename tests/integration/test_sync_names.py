@@ -22,8 +22,8 @@ from tests.tiny_architectures import (
     BUFFERED_ARCHITECTURES,
     HYBRID_ARCHITECTURES,
     NAMES,
+    NEED_TORCHVISION,
     RENAMED_ARCHITECTURES,
-    VISION_LANGUAGE_ARCHITECTURES,
     make_architecture,
 )
 from tests.tiny_model import write_tokenizer
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [*NAMES, *BUFFERED_ARCHITECTURES, *HYBRID_ARCHITECTURES, *RENAMED_ARCHITECTURES]
-NEED_TORCHVISION = [*VISION_LANGUAGE_ARCHITECTURES, "qwen3_5", "qwen3_5_moe"]  # vLLM's classes import it
 HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 

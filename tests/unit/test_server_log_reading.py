@@ -23,6 +23,8 @@ RECORDED = Path(__file__).parent.parent / "data" / "vllm_0_32"
             "ValueError: Invalid weight transfer backend: bogus. Available engines:",
             "weight_sync_backend",
         ),
+        # vLLM says that a model's module failed, and why only before that.
+        ("dies_torchvision", "ModuleNotFoundError: No module named 'torchvision'", "install the torchvision that fits"),
     ],
 )
 def test_the_line_that_says_why(log, reason, fix):
