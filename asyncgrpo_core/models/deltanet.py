@@ -52,6 +52,7 @@ LAYER_CLASSES = {
 }
 
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+MIXING_FUNCTIONS = (_CONVOLUTION, _DELTA_RULE)
 # Largest chunk of transformers' own delta rule, its default.
 _MAX_CHUNK = 64
 
@@ -102,10 +103,41 @@ def _check_layer(layer: nn.Module) -> None:
 
 
 def _hook(module: Any) -> None:
-    for name, wrap in ((_CONVOLUTION, _planned_convolution), (_DELTA_RULE, _planned_delta_rule)):
+    for name in MIXING_FUNCTIONS:
         original = getattr(module, name)
         if not hasattr(original, "unplanned"):
-            setattr(module, name, wrap(original))
+            set_function(module, name, original)
+
+
+def set_function(module: Any, name: str, original: Callable[..., Any]) -> None:
+    """Let the gated DeltaNet layers of a transformers module compute one of `MIXING_FUNCTIONS` by `original`."""
+    wrap = _planned_convolution if name == _CONVOLUTION else _planned_delta_rule
+    setattr(module, name, wrap(original))
+
+
+def transformers_own(function: Any) -> types.FunctionType:
+    """The PyTorch code of one of `MIXING_FUNCTIONS`, behind whatever kernel transformers chose for it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    function = getattr(function, "unplanned", function)
+    start = type(function).forward if isinstance(function, nn.Module) else function
+    for inner in _behind(start):
+        if hasattr(inner, "__wrapped__"):
+            return inspect.unwrap(inner)  # type: ignore[return-value]
+    if isinstance(start, types.FunctionType):
+        return start
+    raise ConfigError(
+        f"No PyTorch code was found behind {function!r} of transformers {transformers.__version__}.",
+        "Install a transformers version from 5.15.0 to 5.19.0.",
+    )
+
+
+def uses_kernel(function: Any) -> bool:
+    """Whether one of `MIXING_FUNCTIONS` is computed by other code than transformers' own."""
+    function = getattr(function, "unplanned", function)
+    return "forward" in vars(function) or _implementation(function) not in (None, transformers_own(function))
 
 
 def _planned_convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -161,6 +193,8 @@ def _planned_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _implementation(function: Any) -> Any:
     """What transformers chose behind a function of its kernel registry; None when that cannot be told."""
+    if isinstance(function, types.FunctionType) and not function.__closure__:
+        return function
     start = getattr(type(function), "forward", None) if isinstance(function, nn.Module) else function
     for inner in _behind(start):
         variables = inspect.getclosurevars(inner).nonlocals

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, set_seed
 
+from asyncgrpo_core.models.deltanet_kernels import keep_working_kernels
 from asyncgrpo_core.models.forward import attention_backend, install_packed_forward
 from asyncgrpo_core.models.loading import load_policy, load_processing_class
 from asyncgrpo_core.models.probe import check_packed_forward
@@ -41,6 +42,7 @@ def load_parts(
     # Asked for here, so that a back end or a model that does not fit is refused before a server is waited for.
     attention_backend(policy, args.device, training_dtype(policy, args))
     check_packed_forward(policy)
+    keep_working_kernels(policy, device=args.device, dtype=training_dtype(policy, args))
     prepare_trunk(policy, args.trunk_kernels, device=args.device, world_size=args.world_size)
     return policy, processing_class
 

@@ -105,7 +105,8 @@ def alone(model, samples):
 
 
 def weighted(logprobs):
-    return (torch.linspace(0.5, 1.5, len(logprobs), dtype=logprobs.dtype) * logprobs).sum()
+    weights = torch.linspace(0.5, 1.5, len(logprobs), dtype=logprobs.dtype, device=logprobs.device)
+    return (weights * logprobs).sum()
 
 
 def random_tokens(rng, n):
