@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOKEN_ROUTE = "/inference/v1/generate"
+# Lets the workers of a server digest their weights where they lie.
+WORKER_EXTENSION = "asyncgrpo_core.sync.worker_extension.WeightFingerprints"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class ServerCapabilities:
         world_size: processes that hold weights (of one data-parallel replica).
         data_parallel_size: engines behind the HTTP front, which a request can be sent to by number.
         api_servers: HTTP processes that share the port.
+        worker_extension: dotted name of the class that its workers were given (`--worker-extension-cls`), "" for none.
         says_settings: it reported its configuration, so a setting that is None is one that it does not have.
         raw: the replies themselves by route; of /server_info only the configuration, not the host's environment.
     """
@@ -60,6 +63,7 @@ class ServerCapabilities:
     world_size: int | None = None
     data_parallel_size: int | None = None
     api_servers: int | None = None
+    worker_extension: str | None = None
     says_settings: bool = False
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -117,6 +121,7 @@ def parse_capabilities(
         world_size=parallel.get("world_size"),
         data_parallel_size=_engines(parallel),
         api_servers=parallel.get("_api_process_count"),
+        worker_extension=parallel.get("worker_extension_cls"),
         says_settings=bool(config),
         raw={"/version": version, "/v1/models": models, "/server_info": {"vllm_config": config} if config else None},
     )

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from asyncgrpo_core.errors import ConfigError
 from asyncgrpo_core.server.adapters import LINEAR_LAYERS, LORA_RANKS, needed_max_loras, served_rank
+from asyncgrpo_core.server.capabilities import WORKER_EXTENSION
 from asyncgrpo_core.server.settings import ServerConfig
 
 # Below this, max_num_batched_tokens may simply hold every sequence at full length (see `_cpu_batching`).
 _CHEAP_BATCH_TOKENS = 65536
 _CPU_MAX_SEQS = 64
+_EXTENSION_FLAG = "--worker-extension-cls"  # `extra_args` may name another class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,8 @@ def server_command(server: ServerConfig, needs: ServerNeeds) -> ServerCommand:
     argv += ["--disable-uvicorn-access-log"]  # one line per rollout request would drown the log
     if server.token_route:
         argv += ["--enable-scale-out"]
+    if not any(argument.partition("=")[0] == _EXTENSION_FLAG for argument in server.extra_args):
+        argv += [_EXTENSION_FLAG, WORKER_EXTENSION]
     argv += _lora_flags(server, needs)
     env = _common_env(server, needs)
     if needs.device == "cpu":

@@ -204,6 +204,14 @@ class VLLMControl:
             body["baseline"] = baseline
         return self._call("POST", "/weight_checker", json=body)
 
+    def weight_fingerprints(self) -> dict[str, str]:
+        """Digests (sync/fingerprint.py) of the tensors of a server that was started with our worker extension.
+
+        By the same keys as those of /weight_checker, of one data-parallel engine only.
+        """
+        workers = self.collective_rpc("weight_fingerprints")
+        return {name: digest for worker in workers for name, digest in worker.items()}
+
     def collective_rpc(
         self,
         method: str,

@@ -1,6 +1,7 @@
-"""Compare the server's /weight_checker digests with those of the trainer's tensors (nccl and ipc).
+"""Compare the server's digests of its parameters with those of the trainer's tensors (nccl and ipc).
 
-The server digests its own parameters (sha256 of the bytes): fused ones (qkv_proj = q, k, v along dimension 0; the
+The server digests its own parameters, by /weight_checker (sha256 of the bytes) or, where it was started with our worker
+extension, by `fingerprint`, which a GPU computes in place: fused ones (qkv_proj = q, k, v along dimension 0; the
 experts of a layer, one after the other), vocabularies padded with zeros, in the server's dtype, or in float32 where
 vLLM computes with that (routers, their biases, a delta rule's decay). What cannot be found by its name is looked for
 among all digests, which needs no table of names: a digest says what the tensor is. Layers that a kernel lays out
@@ -14,12 +15,14 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from asyncgrpo_core.sync.backend import TensorEvidence
+from asyncgrpo_core.sync.fingerprint import fingerprint
 
 _RANK_PREFIX = re.compile(r"^dp(\d+):pp(\d+):pcp(\d+):tp(\d+):")
 # vLLM's packed_modules_mapping, of the decoders whose checkpoints hold the parts; others hold the fused one themselves.
@@ -41,14 +44,20 @@ _ALL_EXPERTS = {"w13": "gate_up_proj", "w2": "down_proj"}  # ... and of checkpoi
 
 
 def compare_checksums(
-    server: Mapping[str, str], parameters: Iterable[tuple[str, Tensor]], server_dtype: torch.dtype
+    server: Mapping[str, str],
+    parameters: Iterable[tuple[str, Tensor]],
+    server_dtype: torch.dtype,
+    *,
+    fingerprints: bool = False,
 ) -> TensorEvidence | None:
     """Evidence from digests, or None when the server's tensors are sharded (tensor parallelism).
 
     Args:
-        server: the server's name -> sha256 hex digest, as /weight_checker {"action": "checksum"} gives them.
+        server: the server's name -> digest: sha256 in hexadecimal, as /weight_checker {"action": "checksum"} gives
+            them, or `fingerprint`.
         parameters: (Hugging Face name, tensor) as sent; an `nn.Buffer` is what training does not change.
         server_dtype: the dtype that the server holds floating-point weights in.
+        fingerprints: which of the two digests these are.
     """
     digests: dict[str, set[str]] = {}
     for key, digest in server.items():
@@ -56,19 +65,24 @@ def compare_checksums(
         if match is not None and (int(match.group(4)) > 0 or int(match.group(3)) > 0):
             return None
         digests.setdefault(_RANK_PREFIX.sub("", key), set()).add(digest)
-    # On the host: gathered shards and merged adapters are copies, and would be a whole model on a GPU of the trainer.
     sent: dict[str, Tensor] = {}
     unchanging: set[str] = set()
+    device = torch.device("cpu")
     for name, tensor in parameters:
-        sent[name] = tensor.detach().cpu()
+        if fingerprints:
+            device = tensor.device
+        # Gathered shards and merged adapters are copies, and would be a whole model on a GPU of the trainer.
+        own = isinstance(tensor, nn.Parameter | nn.Buffer)
+        sent[name] = tensor.detach() if fingerprints and own else tensor.detach().cpu()
         if isinstance(tensor, nn.Buffer):
             unchanging.add(name)
-    matched, differing, elsewhere = _by_name(digests, sent, server_dtype)
+    held = _Held(server_dtype, fingerprint if fingerprints else _sha256, device)
+    matched, differing, elsewhere = _by_name(digests, sent, held)
     known = matched | differing
     for name, tensor in sent.items():
         if ".experts." in name and tensor.ndim < 3:  # one of many: a server holds them together
             continue
-        if name not in known and _take(elsewhere, _expected([tensor], server_dtype)):
+        if name not in known and _take(elsewhere, held.expected([tensor])):
             matched.add(name)
     matched -= differing  # one of its copies at the server is another
     compared = matched | differing
@@ -83,7 +97,7 @@ def compare_checksums(
 
 
 def _by_name(
-    digests: Mapping[str, set[str]], sent: Mapping[str, Tensor], dtype: torch.dtype
+    digests: Mapping[str, set[str]], sent: Mapping[str, Tensor], as_held: _Held
 ) -> tuple[set[str], set[str], Counter[str]]:
     """Names whose digest is right, names whose digest is another, and the digests of the server's other tensors."""
     by_plain_name = {_plain(name): name for name in sent}
@@ -91,13 +105,13 @@ def _by_name(
     differing: set[str] = set()
     elsewhere: Counter[str] = Counter()
     for name, held in digests.items():
-        if held == {_EMPTY}:
+        if held == {as_held.empty}:
             continue
         parts = [by_plain_name[part] for part in _parts(_plain(name), by_plain_name) if part in by_plain_name]
         if not parts:
             elsewhere.update(held if len(held) == 1 else ())
             continue
-        orders = (_expected([sent[part] for part in order], dtype, name) for order in _orders(name, parts))
+        orders = (as_held.expected([sent[part] for part in order], name) for order in _orders(name, parts))
         right = any(held == {digest} for digest in itertools.chain.from_iterable(orders))
         (matched if right else differing).update(parts)
     return matched, differing, elsewhere
@@ -116,9 +130,6 @@ def _take(held: Counter[str], wanted: Iterable[str]) -> bool:
     if found is not None:
         held[found] -= 1
     return found is not None
-
-
-_EMPTY = hashlib.sha256(b"").hexdigest()
 
 
 def _plain(name: str) -> str:
@@ -157,18 +168,48 @@ def _expert_parts(experts: str, namings: Iterable[tuple[str, ...]], sent: Collec
     return ()
 
 
-def _expected(tensors: list[Tensor], dtype: torch.dtype, name: str = "") -> Iterator[str]:
-    """Digests that right weights may have under the server's `name`: by dtype, padded, turned round or swapped."""
-    for whole in _as_held(tensors, dtype):
-        yield _digest(whole)
-        padding = -whole.shape[0] % VOCABULARY_PADDING if whole.ndim in (1, 2) else 0  # of a head's bias too
-        if padding:
-            yield _digest(torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])]))
-        if len(tensors) > 1 or whole.ndim not in (2, 3):
-            continue
-        yield _digest(whole.transpose(-1, -2))  # matrices and experts that are published as [..., inputs, outputs]
-        if whole.ndim == 3 and "w13" in name:  # as in `_orders`
-            yield from (_digest(_halves_swapped(experts)) for experts in (whole, whole.transpose(-1, -2)))
+@dataclass(frozen=True)
+class _Held:
+    """How a server may hold what was sent, and which digests it then has.
+
+    Attributes:
+        dtype: of its floating-point weights.
+        digest: sha256 or `fingerprint`.
+        device: where the digests are made here.
+    """
+
+    dtype: torch.dtype
+    digest: Callable[[Tensor], str]
+    device: torch.device
+
+    @property
+    def empty(self) -> str:
+        return self.digest(torch.empty(0))
+
+    def expected(self, tensors: list[Tensor], name: str = "") -> Iterator[str]:
+        """Digests that right weights may have under the server's `name`: by dtype, padded, turned round or swapped."""
+        for whole in self._joined(tensors):
+            yield self.digest(whole)
+            padding = -whole.shape[0] % VOCABULARY_PADDING if whole.ndim in (1, 2) else 0  # of a head's bias too
+            if padding:
+                yield self.digest(torch.cat([whole, whole.new_zeros(padding, *whole.shape[1:])]))
+            if len(tensors) > 1 or whole.ndim not in (2, 3):
+                continue
+            yield self.digest(whole.transpose(-1, -2))  # matrices and experts published as [..., inputs, outputs]
+            if whole.ndim == 3 and "w13" in name:  # as in `_orders`
+                yield from (self.digest(_halves_swapped(experts)) for experts in (whole, whole.transpose(-1, -2)))
+
+    def _joined(self, tensors: list[Tensor]) -> Iterator[Tensor]:
+        """In the server's dtype; small ones also in float32: sent in the server's dtype (matrices), or as they are."""
+        parts = [(tensor.reshape(1) if tensor.ndim == 0 else tensor).to(self.device) for tensor in tensors]
+        if not all(part.is_floating_point() for part in parts):
+            yield torch.cat(parts)
+            return
+        rounded = torch.cat([part.to(self.dtype) for part in parts])
+        yield rounded
+        if self.dtype != torch.float32 and rounded.numel() <= MOST_FLOAT32_ELEMENTS:
+            yield rounded.float()
+            yield torch.cat([part.float() for part in parts])
 
 
 def _halves_swapped(experts: Tensor) -> Tensor:
@@ -176,18 +217,5 @@ def _halves_swapped(experts: Tensor) -> Tensor:
     return torch.cat((experts[:, half:], experts[:, :half]), dim=1)
 
 
-def _as_held(tensors: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """In the server's dtype; small ones also in float32: sent in the server's dtype (matrices), or as they are."""
-    parts = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
-    if not all(part.is_floating_point() for part in parts):
-        yield torch.cat(parts)
-        return
-    rounded = torch.cat([part.to(dtype) for part in parts])
-    yield rounded
-    if dtype != torch.float32 and rounded.numel() <= MOST_FLOAT32_ELEMENTS:
-        yield rounded.float()
-        yield torch.cat([part.float() for part in parts])
-
-
-def _digest(tensor: Tensor) -> str:
+def _sha256(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.errors import ConfigError, ServerError
 from asyncgrpo_core.sync.backend import Backend, Parameters, SyncControl, TensorEvidence, Transfer
 from asyncgrpo_core.sync.canary import FAILED, PROVED, UNVERIFIED, Evidence, Noise, Verdict, judge
 from asyncgrpo_core.sync.checksums import compare_checksums
@@ -28,6 +28,7 @@ class Prover:
         canary_ids: the canary prompt (token ids, at least two).
         noise: how far right implementations may be apart.
         checksum_dtype: dtype of the server's weights when /weight_checker can be asked, else None.
+        fingerprints: the server has our worker extension (one engine), which is asked instead.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Prover:
         canary_ids: list[int],
         noise: Noise,
         checksum_dtype: torch.dtype | None = None,
+        fingerprints: bool = False,
     ) -> None:
         if len(canary_ids) < 2:
             raise ConfigError("The canary prompt has fewer than two tokens.", "Give it at least two.")
@@ -50,6 +52,7 @@ class Prover:
         self._canary_ids = list(canary_ids)
         self._noise = noise
         self._checksum_dtype = checksum_dtype if backend.evidence_by_checksums else None
+        self._fingerprints = fingerprints
         self._proved_scores: list[float] | None = None
         self._trusted_names: set[str] | None = None  # None until checksums were compared once
         self._unverified_in_a_row = 0
@@ -104,8 +107,20 @@ class Prover:
         return judge(Evidence(server, trainer, self._proved_scores, self._noise, tensors, trusted))
 
     def _checksums(self, dtype: torch.dtype) -> TensorEvidence | None:
+        held = self._fingerprints_held() if self._fingerprints else None
+        if held is not None:
+            return compare_checksums(held, self._parameters(), dtype, fingerprints=True)
         reply = self._control.weight_checker("checksum")
         return compare_checksums(reply["checksums"], self._parameters(), dtype)
+
+    def _fingerprints_held(self) -> dict[str, str] | None:
+        """None, from now on, where this vLLM's workers cannot: what they are made of is not vLLM's public interface."""
+        try:
+            return self._control.weight_fingerprints()
+        except ServerError as error:
+            self._fingerprints = False
+            logger.warning("The server cannot digest its weights in place; it makes sha256 digests, slowly: %s", error)
+            return None
 
     def _trust(self, evidence: TensorEvidence | None) -> None:
         if self._checksum_dtype is None:

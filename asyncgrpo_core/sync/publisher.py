@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from asyncgrpo_core.errors import AsyncGRPOError, ConfigError, WeightSyncError
+from asyncgrpo_core.server.capabilities import WORKER_EXTENSION
 from asyncgrpo_core.sync.backend import Backend, Parameters, SyncControl, Transfer, dtype_name, select_backend
 from asyncgrpo_core.sync.canary import FAILED, Noise, Verdict, noise_for
 from asyncgrpo_core.sync.lora import AdapterVersions, LoraBackend
@@ -250,6 +251,8 @@ def make_publisher(
         canary_ids=canary_ids,
         noise=noise,
         checksum_dtype=getattr(torch, server_dtype) if can_check and server_dtype else None,
+        # /collective_rpc asks one engine, /weight_checker all.
+        fingerprints=capabilities.worker_extension == WORKER_EXTENSION and capabilities.data_parallel_size == 1,
     )
     return Publisher(
         channel,

@@ -79,19 +79,21 @@ def test_f138_the_server_gets_every_parameter_and_knows_each_name(reports, archi
     assert report["class"] in (own, "TransformersForCausalLM")  # vLLM's wrapper of transformers' model
 
 
+@pytest.mark.parametrize("kind", ["digests", "fingerprints"])
 @pytest.mark.parametrize("architecture", ALL)
-def test_f138_the_digests_of_a_bfloat16_server_prove_every_tensor(reports, architecture):
+def test_f138_the_digests_of_a_bfloat16_server_prove_every_tensor(reports, architecture, kind):
     """Small steps move the canary less than bfloat16 rounds: then only the digests can prove a delivery."""
     if architecture in NEED_TORCHVISION and not HAS_TORCHVISION:
         pytest.skip("vLLM's class of this model needs torchvision, which is not installed")
-    digests = {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in reports[architecture]["digests"].items()}
+    digests = {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in reports[architecture][kind].items()}
     sent = list(iter_server_parameters(make_architecture(architecture)))
-    evidence = compare_checksums(digests, sent, torch.bfloat16)
+    fingerprints = kind == "fingerprints"
+    evidence = compare_checksums(digests, sent, torch.bfloat16, fingerprints=fingerprints)
     assert evidence is not None and (evidence.differing, evidence.unchecked) == ((), ())
     parameters = {name for name, tensor in sent if not isinstance(tensor, torch.nn.Buffer)}
     assert len(parameters) <= evidence.compared <= len(sent)  # a buffer here may be a parameter there
     moved = [(name, tensor + 1) for name, tensor in sent]
-    evidence = compare_checksums(digests, moved, torch.bfloat16)
+    evidence = compare_checksums(digests, moved, torch.bfloat16, fingerprints=fingerprints)
     assert evidence is not None and parameters <= {*evidence.differing, *evidence.unchecked}
 
 

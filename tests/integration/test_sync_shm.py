@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from asyncgrpo_core.errors import WeightSyncError
+from asyncgrpo_core.server.capabilities import WORKER_EXTENSION
 from asyncgrpo_core.sync.canary import canary_token_ids
+from asyncgrpo_core.sync.fingerprint import fingerprint
 from asyncgrpo_core.sync.publisher import Publisher, make_publisher
 from tests.integration.sync_policy import TrainedPolicy
 
@@ -91,6 +93,25 @@ def test_changed_weights_arrive(vllm_server, policy, publisher, record_property)
     assert (stats["count"], stats["verified"], stats["unverified"]) == (3, 3, 0)
     record_property("max_abs_logp_diff", stats["max_abs_logp_diff"])
     print(f"max |logp diff| {stats['max_abs_logp_diff']:.2e}, {min(seconds):.3f} to {max(seconds):.3f} s per sync")
+
+
+def test_the_workers_digest_their_weights_in_place(vllm_server, policy, publisher) -> None:
+    """By the keys of vLLM's digests, changed by a sync where those change, and equal to the trainer's of a tensor."""
+    control, capabilities = vllm_server.control, vllm_server.control.capabilities()
+    assert (capabilities.worker_extension, capabilities.data_parallel_size) == (WORKER_EXTENSION, 1)
+    found = []
+    for version in range(2):
+        publisher.publish(version)
+        found.append((control.weight_fingerprints(), control.weight_checker()["checksums"]))
+        assert control.weight_fingerprints() == found[-1][0]
+        policy.change()
+    (before, before_sha256), (after, after_sha256) = found
+    assert before.keys() == before_sha256.keys()
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {name for name in after if after_sha256[name] != before_sha256[name]} != set()
+    norm = "model.layers.0.input_layernorm.weight"
+    policy_then = TrainedPolicy(vllm_server.model_path)
+    assert before[f"dp0:pp0:pcp0:tp0:{norm}"] == fingerprint(policy_then.model.get_parameter(norm))
 
 
 def test_version_is_reported_by_later_generations(vllm_server, publisher) -> None:

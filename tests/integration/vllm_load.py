@@ -2,8 +2,9 @@
 
 Every FOLDER has a config, a tokenizer and `sent.safetensors`. All parameters and saved buffers of the model are NaN
 before the file is loaded, so what is NaN afterwards was not sent. REPORT gets, by folder name,
-{"class", "left", "error", "digests"}: the digests are those of the weights as they are loaded in bfloat16. A server has
-them where its kernels take weights as they are (a CPU server's do not).
+{"class", "left", "error", "digests", "fingerprints"}: the last two are of the weights as they are loaded in bfloat16,
+made by vLLM and by our worker extension. A server has them where its kernels take weights as they are (a CPU server's
+do not).
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from asyncgrpo_core.sync.worker_extension import model_fingerprints
+
 
 @torch.no_grad()
 def load(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = {"class": None, "left": None, "error": None, "digests": None}
+    report: dict[str, Any] = {"class": None, "left": None, "error": None, "digests": None, "fingerprints": None}
     options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "enforce_eager": True, "max_model_len": 128}
     config = EngineArgs(model=str(folder), **options).create_engine_config()
     with set_current_vllm_config(config):
@@ -54,6 +57,7 @@ def load(folder: Path) -> dict[str, Any]:
         except Exception as error:
             report["error"] = f"{type(error).__name__}: {error}"
         report["digests"] = compute_tensor_digests(model)
+        report["fingerprints"] = model_fingerprints(model)
         report["left"] = [name for name, tensor in held.items() if tensor.isnan().any()]
     return report
 

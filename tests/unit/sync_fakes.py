@@ -104,6 +104,10 @@ class FakeServer:
         self._called("weight_checker", action)
         return {"checksums": self.checksums}
 
+    def weight_fingerprints(self) -> dict[str, str]:
+        self._called("weight_fingerprints")
+        return self.checksums
+
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         self._called("prompt_logprobs")
         assert not self.paused, "a paused server does not answer"

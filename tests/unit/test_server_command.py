@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncgrpo_core.errors import ConfigError
+from asyncgrpo_core.server.capabilities import WORKER_EXTENSION
 from asyncgrpo_core.server.command import ServerNeeds, api_server_count, server_command
 from asyncgrpo_core.server.settings import ServerConfig
 
@@ -46,6 +48,7 @@ def test_cpu_command_snapshot():
         *["--logprobs-mode", "processed_logprobs", "--max-logprobs", "20"],
         *["--weight-transfer-config", '{"backend": "shm"}', "--generation-config", "vllm"],
         *["--disable-uvicorn-access-log", "--enable-scale-out"],
+        *["--worker-extension-cls", "asyncgrpo_core.sync.worker_extension.WeightFingerprints"],
         *["--enforce-eager", "--max-num-seqs", "64", "--max-num-batched-tokens", "32768"],
     ]
     assert command.env == {
@@ -70,7 +73,9 @@ def test_cuda_command_snapshot():
         *["--host", "127.0.0.1", "--port", "4321", "--served-model-name", "policy", "--load-format", "auto"],
         *["--dtype", "bfloat16", "--seed", "7", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "20"],
         *["--weight-transfer-config", '{"backend": "nccl"}', "--generation-config", "vllm"],
-        *["--disable-uvicorn-access-log", "--enable-scale-out", "--gpu-memory-utilization", "0.6"],
+        *["--disable-uvicorn-access-log", "--enable-scale-out"],
+        *["--worker-extension-cls", "asyncgrpo_core.sync.worker_extension.WeightFingerprints"],
+        *["--gpu-memory-utilization", "0.6"],
     ]
     assert command.env == {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -78,6 +83,17 @@ def test_cuda_command_snapshot():
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+@pytest.mark.parametrize("own", [["--worker-extension-cls", "mine.Worker"], ["--worker-extension-cls=mine.Worker"]])
+def test_a_worker_extension_of_the_users_is_left_alone(own):
+    argv = server_command(ServerConfig(extra_args=own), needs()).argv
+    assert [argument for argument in argv if "extension" in argument] == own[:1] and argv[-len(own) :] == own
+
+
+def test_the_worker_extension_is_the_class_that_sync_has():
+    module, _, name = WORKER_EXTENSION.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name).weight_fingerprints)
 
 
 @pytest.mark.parametrize(

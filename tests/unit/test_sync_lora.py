@@ -50,7 +50,9 @@ class Run:
         self.versions.uses = self.uses
 
     def publisher_of(self, server: AdapterServer, on_failed=None):
-        capabilities = SimpleNamespace(dtype=self.dtype, routes=frozenset(), data_parallel_size=server.engines)
+        capabilities = SimpleNamespace(
+            dtype=self.dtype, routes=frozenset(), data_parallel_size=server.engines, worker_extension=None
+        )
         return make_publisher(
             control=server,
             capabilities=capabilities,

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from asyncgrpo_core.errors import ConfigError, ServerError, ServerMismatchError, WeightSyncError
+from asyncgrpo_core.server.capabilities import WORKER_EXTENSION
 from asyncgrpo_core.sync.canary import Noise
+from asyncgrpo_core.sync.fingerprint import fingerprint
 from asyncgrpo_core.sync.publisher import Publisher, make_publisher
 from tests.unit.sync_fakes import CANARY, FakeServer, Policy
 
@@ -23,6 +25,8 @@ def capabilities(**changes) -> SimpleNamespace:
         "device_type": "cpu",
         "dtype": "float32",
         "routes": frozenset({"/weight_checker"}),
+        "worker_extension": WORKER_EXTENSION,
+        "data_parallel_size": 1,
         "raw": {"/server_info": {"vllm_config": {}}},
     }
     return SimpleNamespace(**{**reported, **changes})
@@ -247,9 +251,9 @@ def test_a_proof_in_between_resets_the_streak(tmp_path: Path) -> None:
     assert verified[:5] == [False, False, True, False, False]
 
 
-def unprovable(server: FakeServer, policy: Policy, tmp_path: Path) -> Publisher:
+def unprovable(server: FakeServer, policy: Policy, tmp_path: Path, **options) -> Publisher:
     """A publisher that has only the canary, in bf16."""
-    sync = publisher(server, policy, tmp_path, noise=LOOSE)
+    sync = publisher(server, policy, tmp_path, noise=LOOSE, **options)
     backend = sync.backend
 
     def deliver(transfer):
@@ -261,18 +265,26 @@ def unprovable(server: FakeServer, policy: Policy, tmp_path: Path) -> Publisher:
     return sync
 
 
-def test_bf16_proof_by_checksums_when_the_policy_hardly_moves(tmp_path: Path) -> None:
+def sha256(tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({}, "weight_fingerprints"),
+        ({"data_parallel_size": 2}, "weight_checker"),  # /collective_rpc asks one engine
+        ({"worker_extension": ""}, "weight_checker"),
+        ({"worker_extension": None, "data_parallel_size": None}, "weight_checker"),
+    ],
+)
+def test_bf16_proof_by_checksums_when_the_policy_hardly_moves(changes, asked, tmp_path: Path) -> None:
     """And a tensor that matched once and does not match later stops the run, though the canary is close."""
     server, policy = FakeServer(), Policy()
-    sync = unprovable(server, policy, tmp_path)
+    sync = unprovable(server, policy, tmp_path, capabilities=capabilities(**changes))
     sync._prover._checksum_dtype = torch.float32
-    prefix = "dp0:pp0:pcp0:tp0:"
-
-    def digests() -> dict[str, str]:
-        held = server.weights.items()
-        return {prefix + n: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for n, t in held}
-
-    sync.backend.deliver = with_digests(sync.backend.deliver, server, digests)  # type: ignore[method-assign]
+    digest = fingerprint if asked == "weight_fingerprints" else sha256
+    sync.backend.deliver = with_digests(sync.backend.deliver, server, digest)  # type: ignore[method-assign]
     assert sync.publish(0).verified is True
     policy.step(0.001)
     report = sync.publish(1)
@@ -281,12 +293,29 @@ def test_bf16_proof_by_checksums_when_the_policy_hardly_moves(tmp_path: Path) ->
     server.deaf = True
     with pytest.raises(WeightSyncError, match="differ from what was sent: w"):
         sync.publish(2)
+    assert {name for name in server.names if name.startswith("weight_")} == {asked}
 
 
-def with_digests(deliver, server: FakeServer, digests):
+def test_a_server_that_cannot_digest_in_place_is_asked_for_sha256_from_then_on(tmp_path: Path, caplog) -> None:
+    server, policy = FakeServer(), Policy()
+    sync = unprovable(server, policy, tmp_path)
+    sync._prover._checksum_dtype = torch.float32
+    server.fail = {"weight_fingerprints"}
+    sync.backend.deliver = with_digests(sync.backend.deliver, server, sha256)  # type: ignore[method-assign]
+    for version in range(3):
+        policy.step(0.001)
+        assert sync.publish(version).verified is True
+    assert [name for name in server.names if name.startswith("weight_")] == [
+        "weight_fingerprints",
+        *["weight_checker"] * 3,
+    ]
+    assert len([record for record in caplog.records if "digest its weights in place" in record.getMessage()]) == 1
+
+
+def with_digests(deliver, server: FakeServer, digest):
     def wrapped(transfer):
         deliver(transfer)
-        server.checksums = digests()
+        server.checksums = {f"dp0:pp0:pcp0:tp0:{name}": digest(tensor) for name, tensor in server.weights.items()}
 
     return wrapped
 

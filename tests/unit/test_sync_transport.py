@@ -262,7 +262,13 @@ def test_matrices_travel_in_the_servers_dtype_and_nothing_is_widened() -> None:
 @pytest.mark.parametrize("name", ["nccl", "ipc"])
 def test_the_publisher_tells_the_backend_what_the_server_holds(name) -> None:
     says = SimpleNamespace(
-        weight_transfer_backend=name, device_type="cuda", dtype="bfloat16", routes=frozenset(), raw={}
+        weight_transfer_backend=name,
+        device_type="cuda",
+        dtype="bfloat16",
+        routes=frozenset(),
+        raw={},
+        worker_extension=None,
+        data_parallel_size=None,
     )
     policy = Policy()
     made = make_publisher(

@@ -1,0 +1,90 @@
+"""The digest that a GPU computes in place: the same everywhere, and another for every change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncgrpo_core.sync import fingerprint as module
+from asyncgrpo_core.sync.checksums import compare_checksums
+from asyncgrpo_core.sync.fingerprint import fingerprint, fingerprints
+
+MASK = 2**64 - 1
+
+
+def splitmix(x: int) -> int:
+    """The finalizer of SplitMix64, in Python's own integers."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def expected(data: bytes) -> str:
+    """The definition, word by word."""
+    padded = data + bytes(-len(data) % 8)
+    words = (int.from_bytes(padded[i : i + 8], "little") for i in range(0, len(padded), 8))
+    total = sum(splitmix((word + (i + 1) * 0x9E3779B97F4A7C15) & MASK) for i, word in enumerate(words))
+    return f"{splitmix((total + len(data) * 0x9E3779B97F4A7C15) & MASK):016x}"
+
+
+def of_bytes(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+@given(st.binary(max_size=200), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_it_is_the_sum_of_mixed_words_in_parts_of_any_size(data, chunk_words):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CHUNK_WORDS", chunk_words)
+        assert fingerprint(of_bytes(data)) == expected(data)
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_changed_bit_and_every_exchange_of_words_is_seen(data, draw):
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    assert fingerprint(of_bytes(bytes(changed))) != fingerprint(of_bytes(data))
+    assert fingerprint(of_bytes(data + b"\0")) != fingerprint(of_bytes(data))
+    words = [data[i : i + 8] for i in range(0, len(data) - len(data) % 8, 8)]
+    if len(words) > 1 and words[0] != words[-1]:
+        exchanged = b"".join([words[-1], *words[1:-1], words[0], data[8 * len(words) :]])
+        assert fingerprint(of_bytes(exchanged)) != fingerprint(of_bytes(data))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+def test_it_is_of_the_bytes_in_row_major_order_whatever_the_strides(dtype):
+    tensor = (torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    turned = tensor.transpose(0, 2)
+    assert fingerprint(tensor) == expected(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    assert fingerprint(turned) == fingerprint(turned.contiguous().clone())
+    assert fingerprint(tensor[1:]) == fingerprint(tensor[1:].clone())  # bytes that do not begin at a word
+    assert fingerprint(tensor[0, 0, 0]) == fingerprint(tensor[:1, :1, :1].clone())
+
+
+def test_the_names_keep_their_order_and_an_empty_tensor_has_a_digest_too():
+    named = {"b": torch.ones(3), "empty": torch.empty(0), "a": torch.zeros(2, requires_grad=True)}
+    found = fingerprints(named.items())
+    assert list(found) == ["b", "empty", "a"]
+    assert found == {name: fingerprint(tensor) for name, tensor in named.items()}
+    assert fingerprints([]) == {} and found["empty"] == expected(b"")
+
+
+def test_own_parameters_stay_where_they_are_and_copies_go_to_the_host(monkeypatch):
+    """A gathered or merged copy of each would be a second model on the trainer's GPU."""
+    own, copied = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4) * 2
+    moved = []
+    to_host = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor) or to_host(tensor))
+    sent = [("a.weight", own), ("b.weight", copied)]
+    held = {f"dp0:pp0:pcp0:tp0:{name}": fingerprint(tensor.detach().bfloat16()) for name, tensor in sent}
+    evidence = compare_checksums(held, sent, torch.bfloat16, fingerprints=True)
+    assert evidence is not None and evidence.equal and evidence.compared == 2
+    assert len(moved) == 1 and torch.equal(moved[0], copied)
