@@ -40,6 +40,10 @@ class ServerError(AsyncGRPOError):
     """A vLLM server did not start, died, refused a call or contradicts the config."""
 
 
+class ServerRefusedError(ServerError):
+    """A vLLM server answered a call, with something else than success; it is there."""
+
+
 class ServerMismatchError(ServerError):
     """A running server's reported settings contradict the config; names the flag to change."""
 

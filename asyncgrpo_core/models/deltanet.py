@@ -109,10 +109,21 @@ def _hook(module: Any) -> None:
             set_function(module, name, original)
 
 
-def set_function(module: Any, name: str, original: Callable[..., Any]) -> None:
-    """Let the gated DeltaNet layers of a transformers module compute one of `MIXING_FUNCTIONS` by `original`."""
-    wrap = _planned_convolution if name == _CONVOLUTION else _planned_delta_rule
-    setattr(module, name, wrap(original))
+def set_function(
+    module: Any, name: str, original: Callable[..., Any], instead_of: Callable[..., Any] | None = None
+) -> None:
+    """Let the gated DeltaNet layers of a transformers module compute one of `MIXING_FUNCTIONS` by `original`.
+
+    `instead_of` is what transformers chose, when that is another one (`chosen_by_transformers`).
+    """
+    planned: Any = (_planned_convolution if name == _CONVOLUTION else _planned_delta_rule)(original)
+    planned.chosen = original if instead_of is None else instead_of
+    setattr(module, name, planned)
+
+
+def chosen_by_transformers(function: Any) -> Callable[..., Any]:
+    """What transformers computes one of `MIXING_FUNCTIONS` by, also where `set_function` put another in its place."""
+    return getattr(function, "chosen", getattr(function, "unplanned", function))
 
 
 def transformers_own(function: Any) -> types.FunctionType:

@@ -47,7 +47,8 @@ def iter_server_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     * Sharded tensors are gathered; then every rank must iterate.
 
     At most one decoder layer is gathered or copied at a time. Tensors may alias the live weights: copy or send them
-    before the next optimizer step.
+    before the next optimizer step. Those that do for certain, and so cost no memory as long as they are kept, have an
+    attribute `live_weight` that is true.
 
     Raises:
         ConfigError: an adapter that cannot be merged, weights that are stored quantised, or a conversion that reaches
@@ -134,9 +135,14 @@ def _sources(base: PreTrainedModel) -> Iterator[_Source]:
 
 
 def _reader(name: str, tensor: Tensor) -> Callable[[], Iterator[tuple[str, Tensor]]]:
-    if tensor.requires_grad:
-        return lambda: iter([(name, _full(tensor.detach()))])
-    return lambda: iter([(name, nn.Buffer(_full(tensor.detach())))])
+    def read() -> Iterator[tuple[str, Tensor]]:
+        whole: Any = _full(tensor.detach())
+        if not tensor.requires_grad:
+            whole = nn.Buffer(whole)
+        whole.live_weight = not _is_sharded(tensor)
+        yield name, whole
+
+    return read
 
 
 def _merging_reader(owner: str, module: Any) -> Callable[[], Iterator[tuple[str, Tensor]]]:
@@ -240,4 +246,8 @@ def check_merge(model: nn.Module) -> None:
 
 def _full(tensor: Tensor) -> Tensor:
     """A sharded tensor (FSDP2, a collective) in full; any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.errors import ServerError, ServerRefusedError
 from asyncgrpo_core.guard import GuardedProcess
 from asyncgrpo_core.server.adapters import LOAD_ROUTE, UNLOAD_ROUTE
 from asyncgrpo_core.server.capabilities import ServerCapabilities, parse_capabilities
@@ -208,9 +208,15 @@ class VLLMControl:
         """Digests (sync/fingerprint.py) of the tensors of a server that was started with our worker extension.
 
         By the same keys as those of /weight_checker, of one data-parallel engine only.
+
+        Raises:
+            ServerRefusedError: without the extension, or where this vLLM's workers cannot.
         """
         workers = self.collective_rpc("weight_fingerprints")
-        return {name: digest for worker in workers for name, digest in worker.items()}
+        found = {name: digest for worker in workers if isinstance(worker, dict) for name, digest in worker.items()}
+        if not found:
+            raise ServerRefusedError(f"The vLLM server at {self.base_url} gave no digests of its weights: {workers!r}.")
+        return found
 
     def collective_rpc(
         self,

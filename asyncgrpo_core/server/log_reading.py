@@ -37,6 +37,10 @@ _FIXES = (
         "Install vLLM there (see the README), or point server.python at an environment that has it.",
     ),
     (
+        r"No module named '?asyncgrpo_core",
+        "Install this project in the server's environment too (server.python): its workers import a class of it.",
+    ),
+    (
         r"No module named '?torchvision",
         "vLLM's classes of vision-language models and of Qwen3.5 import it, also for text: install the torchvision "
         "that fits that environment's torch.",

@@ -6,7 +6,7 @@ import re
 
 import httpx
 
-from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.errors import ServerRefusedError
 from asyncgrpo_core.server.adapters import LOAD_ROUTE, UNLOAD_ROUTE
 
 _DEV_ROUTES = frozenset(
@@ -33,26 +33,26 @@ _RPC_WRAPPER = re.compile(
 )
 
 
-def refusal(base_url: str, method: str, route: str, response: httpx.Response) -> ServerError:
+def refusal(base_url: str, method: str, route: str, response: httpx.Response) -> ServerRefusedError:
     """The error for a reply that is not 200, with the flag to set where that is known."""
     status = response.status_code
     message = f"The vLLM server at {base_url} answered {status} to {method} {route}: {_error_text(response)}"
     if status in (404, 405) and route in _DEV_ROUTES:
-        return ServerError(message, f"{route} needs VLLM_SERVER_DEV_MODE=1 in the server's environment.")
+        return ServerRefusedError(message, f"{route} needs VLLM_SERVER_DEV_MODE=1 in the server's environment.")
     if status in (404, 405) and route in (LOAD_ROUTE, UNLOAD_ROUTE) and "dapter" not in _error_text(response):
-        return ServerError(
+        return ServerRefusedError(
             message,
             f"{route} needs --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in the server's environment.",
         )
     if "eight transfer not configured" in message:
-        return ServerError(
+        return ServerRefusedError(
             message,
             "Start the server with --weight-transfer-config and the backend of this run, "
             'e.g. --weight-transfer-config \'{"backend": "nccl"}\'.',
         )
     if status >= 500:
-        return ServerError(message, "The reason is in the server's log.")
-    return ServerError(message)
+        return ServerRefusedError(message, "The reason is in the server's log.")
+    return ServerRefusedError(message)
 
 
 def _error_text(response: httpx.Response) -> str:

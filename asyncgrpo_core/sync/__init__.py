@@ -4,5 +4,6 @@
         backend.prepare -> pause -> barrier -> backend.transfer -> resume -> canary (+ tensors) -> verdict
         publisher.py      server/control.py     shm.py nccl.py ipc.py        canary.py checksums.py
 
-`vllm_plugin.py`, `shm_engine.py` and `worker_extension.py` run inside the server. This package is the only importer of vllm.
+`vllm_plugin.py`, `shm_engine.py` and `worker_extension.py` run inside the server. This package is the only importer of
+vllm.
 """

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from asyncgrpo_core.sync.backend import TensorEvidence
 from asyncgrpo_core.sync.fingerprint import fingerprint
+
+logger = logging.getLogger(__name__)
 
 _RANK_PREFIX = re.compile(r"^dp(\d+):pp(\d+):pcp(\d+):tp(\d+):")
 # vLLM's packed_modules_mapping, of the decoders whose checkpoints hold the parts; others hold the fused one themselves.
@@ -69,14 +72,24 @@ def compare_checksums(
     unchanging: set[str] = set()
     device = torch.device("cpu")
     for name, tensor in parameters:
-        if fingerprints:
+        if fingerprints and tensor.is_cuda:
             device = tensor.device
         # Gathered shards and merged adapters are copies, and would be a whole model on a GPU of the trainer.
-        own = isinstance(tensor, nn.Parameter | nn.Buffer)
-        sent[name] = tensor.detach() if fingerprints and own else tensor.detach().cpu()
+        stays = fingerprints and getattr(tensor, "live_weight", False)
+        sent[name] = tensor.detach() if stays else tensor.detach().cpu()
         if isinstance(tensor, nn.Buffer):
             unchanging.add(name)
     held = _Held(server_dtype, fingerprint if fingerprints else _sha256, device)
+    try:
+        return _evidence(digests, sent, unchanging, held)
+    except torch.OutOfMemoryError:
+        logger.warning("The trainer's GPU has no room to digest weights; they are digested on the host, slowly.")
+        return _evidence(digests, sent, unchanging, replace(held, device=torch.device("cpu")))
+
+
+def _evidence(
+    digests: Mapping[str, set[str]], sent: Mapping[str, Tensor], unchanging: set[str], held: _Held
+) -> TensorEvidence:
     matched, differing, elsewhere = _by_name(digests, sent, held)
     known = matched | differing
     for name, tensor in sent.items():
@@ -201,15 +214,23 @@ class _Held:
 
     def _joined(self, tensors: list[Tensor]) -> Iterator[Tensor]:
         """In the server's dtype; small ones also in float32: sent in the server's dtype (matrices), or as they are."""
-        parts = [(tensor.reshape(1) if tensor.ndim == 0 else tensor).to(self.device) for tensor in tensors]
+        parts = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
         if not all(part.is_floating_point() for part in parts):
-            yield torch.cat(parts)
+            yield _cat([part.to(self.device) for part in parts])
             return
-        rounded = torch.cat([part.to(self.dtype) for part in parts])
+        rounded = _cat([self._there(part, self.dtype) for part in parts])
         yield rounded
         if self.dtype != torch.float32 and rounded.numel() <= MOST_FLOAT32_ELEMENTS:
             yield rounded.float()
-            yield torch.cat([part.float() for part in parts])
+            yield _cat([self._there(part, torch.float32) for part in parts])
+
+    def _there(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """On the device of the digests, converted where that asks least of a GPU's memory and of the way to it."""
+        return part.cpu().to(dtype) if self.device.type == "cpu" else part.to(dtype).to(self.device)
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _halves_swapped(experts: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Words of 8 bytes at a time: what is needed beside the tensor stays below 100 MB, also where a server's cache has most.
+# Words of 8 bytes at a time: what is needed beside the tensor (and a copy of it where it is not contiguous) stays below
+# 100 MB, also where a server's cache has most of the memory.
 _CHUNK_WORDS = 2**21
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
 _MASK = 2**64 - 1
@@ -32,6 +33,7 @@ def fingerprints(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     for name, tensor in named:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         sums.setdefault(flat.device, []).append((name, flat.numel(), _sum_of_words(flat)))
+        del flat  # before the next one is made contiguous
     return {
         name: f"{_mix((total + _GOLDEN * num_bytes) & _MASK):016x}"
         for entries in sums.values()
@@ -57,7 +59,7 @@ def _words(part: Tensor) -> Tensor:
     missing = -part.numel() % 8
     if missing:
         part = torch.cat((part, part.new_zeros(missing)))
-    elif part.data_ptr() % 8:
+    elif part.data_ptr() % 8 or part.storage_offset() % 8:
         part = part.clone()
     return part.view(torch.int64)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncgrpo_core.errors import ConfigError, ServerError
+from asyncgrpo_core.errors import ConfigError, ServerRefusedError
 from asyncgrpo_core.sync.backend import Backend, Parameters, SyncControl, TensorEvidence, Transfer
 from asyncgrpo_core.sync.canary import FAILED, PROVED, UNVERIFIED, Evidence, Noise, Verdict, judge
 from asyncgrpo_core.sync.checksums import compare_checksums
@@ -117,7 +117,7 @@ class Prover:
         """None, from now on, where this vLLM's workers cannot: what they are made of is not vLLM's public interface."""
         try:
             return self._control.weight_fingerprints()
-        except ServerError as error:
+        except ServerRefusedError as error:
             self._fingerprints = False
             logger.warning("The server cannot digest its weights in place; it makes sha256 digests, slowly: %s", error)
             return None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.errors import ServerError, ServerRefusedError
 from asyncgrpo_core.sync.shm_files import report_path, write_report
 
 CANARY = [3, 1, 4, 1, 5]
@@ -52,6 +52,7 @@ class FakeServer:
         self.weights = Policy(seed=99).weights
         self.deaf = False
         self.reports = True
+        self.gone: set[str] = set()  # calls that do not get an answer
         self.paused = False
         self.checksums: dict[str, str] = {}
         self._update: dict[str, Any] = {}
@@ -59,8 +60,10 @@ class FakeServer:
     def _called(self, name: str, *details: Any) -> None:
         self.calls.append((name, *details) if details else name)
         time.sleep(self.delay_s.get(name, 0.0))
+        if name in self.gone:
+            raise ServerError(f"no connection to /{name}")
         if name in self.fail:
-            raise ServerError(f"answered 500 to /{name}: engine says no")
+            raise ServerRefusedError(f"answered 500 to /{name}: engine says no")
 
     @property
     def names(self) -> list[str]:

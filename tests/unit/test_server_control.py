@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo_core.errors import ServerError
+from asyncgrpo_core.errors import ServerError, ServerRefusedError
 from asyncgrpo_core.server.control import VLLMControl
 from asyncgrpo_core.server.process import free_port
 
@@ -152,6 +152,11 @@ def test_small_questions(fake, control):
     assert control.weight_checker() == {"checksums": {"w": "00"}}
     assert control.collective_rpc("m", ["1"], {"k": "2"}, 3.0) == [None, "x"]
     assert control.collective_rpc("m") == []
+    fake.replies["POST", "/collective_rpc"] = [{"results": [{"a": "1"}, {"b": "2"}]}, {"results": ["no"]}, b""]
+    assert control.weight_fingerprints() == {"a": "1", "b": "2"}
+    for _ in range(2):
+        with pytest.raises(ServerRefusedError, match="gave no digests"):
+            control.weight_fingerprints()
     bodies = [body for _, route, body in fake.requests if route == "/collective_rpc"]
     assert bodies[0] == {"method": "m", "args": ["1"], "kwargs": {"k": "2"}, "timeout": 3.0}
     assert fake.requests[2][1] == "/reset_prefix_cache?reset_running_requests=true"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncgrpo_core.models import parameters
+from asyncgrpo_core.models.parameters import iter_server_parameters
 from asyncgrpo_core.sync import fingerprint as module
 from asyncgrpo_core.sync.checksums import compare_checksums
 from asyncgrpo_core.sync.fingerprint import fingerprint, fingerprints
+from tests.tiny_architectures import make_architecture
 
 MASK = 2**64 - 1
 
@@ -77,14 +81,59 @@ def test_the_names_keep_their_order_and_an_empty_tensor_has_a_digest_too():
     assert fingerprints([]) == {} and found["empty"] == expected(b"")
 
 
-def test_own_parameters_stay_where_they_are_and_copies_go_to_the_host(monkeypatch):
-    """A gathered or merged copy of each would be a second model on the trainer's GPU."""
-    own, copied = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4) * 2
+def held_by(sent):
+    return {f"dp0:pp0:pcp0:tp0:{name}": fingerprint(tensor.detach().bfloat16()) for name, tensor in sent}
+
+
+@pytest.fixture
+def to_host(monkeypatch):
+    """Tensors that `cpu` was called of. On a CPU it copies nothing; on a GPU it is the way to the host."""
     moved = []
-    to_host = torch.Tensor.cpu
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor) or to_host(tensor))
-    sent = [("a.weight", own), ("b.weight", copied)]
-    held = {f"dp0:pp0:pcp0:tp0:{name}": fingerprint(tensor.detach().bfloat16()) for name, tensor in sent}
-    evidence = compare_checksums(held, sent, torch.bfloat16, fingerprints=True)
-    assert evidence is not None and evidence.equal and evidence.compared == 2
-    assert len(moved) == 1 and torch.equal(moved[0], copied)
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor) or original(tensor))
+    return moved
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_live_weights_stay_where_they_are_and_copies_go_to_the_host(frozen, to_host, monkeypatch):
+    """Gathered shards are copies: all of them would be a second model on the GPU of the trainer's first rank."""
+    model = make_architecture("llama").requires_grad_(not frozen)
+    sent = list(iter_server_parameters(model))
+    assert all(tensor.live_weight for _, tensor in sent)
+    addresses = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {tensor.data_ptr() for _, tensor in sent} == addresses
+    evidence = compare_checksums(held_by(sent), sent, torch.bfloat16, fingerprints=True)
+    assert evidence is not None and len(evidence.matched) == len(sent)
+    kept = sum(tensor.dtype == torch.float32 for tensor in to_host)
+    monkeypatch.setattr(parameters, "_is_sharded", lambda tensor: True)
+    monkeypatch.setattr(parameters, "_full", lambda tensor: tensor.clone())  # as if it had been gathered
+    to_host.clear()
+    gathered = list(iter_server_parameters(model))
+    assert not any(getattr(tensor, "live_weight", False) for _, tensor in gathered)
+    compare_checksums(held_by(sent), gathered, torch.bfloat16, fingerprints=True)
+    assert sum(tensor.dtype == torch.float32 for tensor in to_host) == kept + len(sent)
+
+
+def test_merged_adapters_and_converted_experts_are_copies():
+    moe = make_architecture("qwen3_moe")
+    sent = dict(iter_server_parameters(moe))
+    assert not any(getattr(tensor, "live_weight", False) for name, tensor in sent.items() if ".experts." in name)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = dict(iter_server_parameters(peft.get_peft_model(make_architecture("llama"), config)))
+    live = {name for name, tensor in adapted.items() if getattr(tensor, "live_weight", False)}
+    assert live == {name for name in adapted if "q_proj" not in name}
+
+
+def test_a_gpu_without_room_leaves_it_to_the_host(monkeypatch, caplog):
+    sent = [("a.weight", torch.ones(4, 4))]
+    original, full = module.fingerprint, []
+
+    def no_room(tensor):
+        if not full:
+            full.append(tensor)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(tensor)
+
+    monkeypatch.setattr("asyncgrpo_core.sync.checksums.fingerprint", no_room)
+    evidence = compare_checksums(held_by(sent), sent, torch.bfloat16, fingerprints=True)
+    assert evidence is not None and evidence.equal and "no room" in caplog.text

@@ -312,6 +312,18 @@ def test_a_server_that_cannot_digest_in_place_is_asked_for_sha256_from_then_on(t
     assert len([record for record in caplog.records if "digest its weights in place" in record.getMessage()]) == 1
 
 
+def test_a_server_that_does_not_answer_is_not_taken_for_one_that_cannot_digest(tmp_path: Path) -> None:
+    server, policy = FakeServer(), Policy()
+    sync = unprovable(server, policy, tmp_path)
+    sync._prover._checksum_dtype = torch.float32
+    sync.backend.deliver = with_digests(sync.backend.deliver, server, fingerprint)  # type: ignore[method-assign]
+    server.gone = {"weight_fingerprints"}
+    with pytest.raises(WeightSyncError, match="no connection to /weight_fingerprints"):
+        sync.publish(0)
+    server.gone = set()
+    assert sync.publish(1).verified is True and "weight_checker" not in server.names
+
+
 def with_digests(deliver, server: FakeServer, digest):
     def wrapped(transfer):
         deliver(transfer)
