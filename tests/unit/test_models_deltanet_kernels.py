@@ -51,27 +51,32 @@ def one_element_is_nan(gradient):
 def changed(name, change):
     """Another gradient of one of the delta rule's tensors."""
 
-    def fault(tensors, options, run):
+    def fault(tensors, options, call):
         return {**tensors, name: _Changed.apply(tensors[name], change)}, options
 
     return fault
 
 
-def without_state(tensors, options, run):
+def without_state(tensors, options, call):
     return tensors, {**options, "initial_state": None}
 
 
-def exploding(tensors, options, run):
+def state_of_the_first(tensors, options, call):
+    """All sequences of a call start from the same one's state."""
+    return tensors, {**options, "initial_state": None if call.states is None else call.states[:1]}
+
+
+def exploding(tensors, options, call):
     """exp(sum of g) and exp(-sum of g) apart, which overflows where a head forgets fast."""
     apart = (-tensors["g"].float().cumsum(1)).exp()
     return {**tensors, "v": tensors["v"] * (apart / apart).unsqueeze(-1).to(tensors["v"].dtype)}, options
 
 
-def from_the_second_run_on(tensors, options, run):
-    return ({**tensors, "v": tensors["v"] * (1 + (run > 3))}), options
+def from_the_second_run_on(tensors, options, call):
+    return ({**tensors, "v": tensors["v"] * (1 + (call.run > 3))}), options
 
 
-def one_token_is_lost(tensors, options, run):
+def one_token_is_lost(tensors, options, call):
     """Of segments that have one token."""
     alone = tensors["v"].shape[1] == 1
     return {**tensors, "v": _Changed.apply(tensors["v"], lambda g: 0 * g) if alone else tensors["v"]}, options
@@ -85,6 +90,7 @@ FAULTS = {
     "no gradient of the keys": (changed("k", lambda g: 0 * g), "the gradient of .* wrong"),
     "not a number": (changed("beta", one_element_is_nan), "the gradient of .* off by inf"),
     "every segment starts from nothing": (without_state, WRONG),
+    "every segment starts from the first one's state": (state_of_the_first, WRONG),
     "overflows where a head forgets": (exploding, "off by inf"),
     "wrong from the second run on": (from_the_second_run_on, WRONG),
     "no gradient of a token that is alone": (one_token_is_lost, "the gradient of .* wrong: a segment of 1 tokens"),
@@ -132,7 +138,7 @@ def delta_rule(model, fault=None):
             tensors["beta"] = tensors.pop("b")
             options = {"initial_state": None if initial_state is None else initial_state[i : i + 1]}
             if fault is not None:
-                tensors, options = fault(tensors, options, len(seen))
+                tensors, options = fault(tensors, options, SimpleNamespace(run=len(seen), states=initial_state))
             options |= {"output_final_state": True, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             found.append(own(*tensors.values(), **options))
         states = torch.cat([state for _, state in found]) if output_final_state else None
@@ -184,7 +190,7 @@ def test_f129_how_far_a_kernel_may_be_off(dtype, right, wrong, kernels, caplog):
     for factor in (right, wrong):
         model = install_packed_forward(policy(dtype=torch.float32, **heads))
 
-        def scaled(tensors, options, run, factor=factor):
+        def scaled(tensors, options, call, factor=factor):
             return {**tensors, "v": tensors["v"] * factor}, options
 
         module = kernels(model, RULE, delta_rule(model, scaled))
@@ -192,13 +198,16 @@ def test_f129_how_far_a_kernel_may_be_off(dtype, right, wrong, kernels, caplog):
         assert deltanet.uses_kernel(getattr(module, RULE)) is (factor == right)
 
 
-@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("held", "dtype"),
+    [
+        *[(torch.float32, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)],
+        *[(dtype, dtype) for dtype in (torch.bfloat16, torch.float64)],
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_f129_a_delta_rule_that_works_is_kept_and_nothing_else_changes(case, dtype, held, kernels, caplog):
-    if held != torch.float32 and dtype != held:
-        pytest.skip("weights of 16 bits compute in their own dtype")
-    model = ready(case, torch.float64 if dtype == torch.float64 else held)
+    model = ready(case, held)
     right = delta_rule(model)
     module = kernels(model, RULE, right)
     chosen, random_state = getattr(module, RULE).chosen, torch.get_rng_state()
@@ -256,7 +265,7 @@ def test_f129_only_the_kernels_that_fail_are_replaced(broken, kernels, caplog):
 def test_f129_what_failed_for_one_dtype_is_tried_again_for_another(kernels):
     model = ready()
 
-    def not_in_16_bits(tensors, options, run):
+    def not_in_16_bits(tensors, options, call):
         if tensors["q"].dtype in LOW:
             raise NotImplementedError("float32 only")
         return tensors, options
@@ -271,7 +280,7 @@ def test_f129_what_failed_for_one_dtype_is_tried_again_for_another(kernels):
 def test_f129_a_full_or_broken_device_is_no_fault_of_the_kernel(error, kernels):
     model = ready()
 
-    def fails(tensors, options, run):
+    def fails(tensors, options, call):
         raise error("CUDA error")
 
     module = kernels(model, RULE, delta_rule(model, fails))
