@@ -55,6 +55,7 @@ def test_recorded_replies_of_our_own_command(own):
     assert own.chunked_prefill_possible is False
     assert (own.return_sampling_mask, own.enable_lora) == (False, False)
     assert own.model_path == "/models/policy"
+    assert (own.worker_extension, own.data_parallel_size) == ("", 1)  # recorded before our command named one
     assert {"/pause", "/update_weights", "/v1/completions"} <= own.routes
 
 

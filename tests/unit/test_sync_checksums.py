@@ -179,9 +179,10 @@ def test_emptied_and_absent_parameters_are_unchecked() -> None:
     assert set(evidence.unchecked) == set(sent) - {"embed_tokens.weight"}
 
 
-def test_sharded_tensors_cannot_be_compared() -> None:
+@pytest.mark.parametrize("rank", ["dp0:pp0:pcp0:tp1:", "dp0:pp0:pcp1:tp0:"])
+def test_sharded_tensors_cannot_be_compared(rank: str) -> None:
     sent = tensors()
-    digests = server_digests(sent) | server_digests(sent, "dp0:pp0:pcp0:tp1:")
+    digests = server_digests(sent) | server_digests(sent, rank)
     assert compare_checksums(digests, sent.items(), torch.bfloat16) is None
 
 

@@ -73,6 +73,24 @@ def test_it_is_of_the_bytes_in_row_major_order_whatever_the_strides(dtype):
     assert fingerprint(tensor[0, 0, 0]) == fingerprint(tensor[:1, :1, :1].clone())
 
 
+@pytest.mark.parametrize("offset", range(8))
+def test_memory_that_begins_anywhere_is_read(offset):
+    """Both where a storage begins and where in it the tensor does."""
+    data = np.arange(100, dtype=np.uint8)
+    for begin in range(8):
+        tensor = torch.from_numpy(data[begin:])[offset:]
+        assert fingerprint(tensor) == expected(data[begin + offset :].tobytes())
+
+
+def test_weights_that_a_server_has_emptied_say_nothing():
+    """As vLLM's CPU kernels do with matrices that they have packed."""
+    sent = [("a.weight", torch.ones(4, 4)), ("b.weight", torch.ones(4))]
+    held = {**held_by(sent), "dp0:pp0:pcp0:tp0:a.weight": fingerprint(torch.empty(0))}
+    evidence = compare_checksums(held, sent, torch.bfloat16, fingerprints=True)
+    assert evidence is not None
+    assert (evidence.matched, evidence.differing, evidence.unchecked) == (("b.weight",), (), ("a.weight",))
+
+
 def test_the_names_keep_their_order_and_an_empty_tensor_has_a_digest_too():
     named = {"b": torch.ones(3), "empty": torch.empty(0), "a": torch.zeros(2, requires_grad=True)}
     found = fingerprints(named.items())
