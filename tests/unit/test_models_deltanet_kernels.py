@@ -149,7 +149,8 @@ def delta_rule(model, fault=None):
 
 
 def warnings_of_ours(caplog):
-    return [record.getMessage() for record in caplog.records if record.name.startswith("asyncgrpo_core")]
+    ours = (record for record in caplog.records if record.name.startswith("asyncgrpo_core"))
+    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
 def results(model):
