@@ -73,10 +73,11 @@ def test_it_is_of_the_bytes_in_row_major_order_whatever_the_strides(dtype):
     assert fingerprint(tensor[0, 0, 0]) == fingerprint(tensor[:1, :1, :1].clone())
 
 
+@pytest.mark.parametrize("num_bytes", [100, 104])
 @pytest.mark.parametrize("offset", range(8))
-def test_memory_that_begins_anywhere_is_read(offset):
+def test_memory_that_begins_anywhere_is_read(offset, num_bytes):
     """Both where a storage begins and where in it the tensor does."""
-    data = np.arange(100, dtype=np.uint8)
+    data = np.arange(num_bytes, dtype=np.uint8)
     for begin in range(8):
         tensor = torch.from_numpy(data[begin:])[offset:]
         assert fingerprint(tensor) == expected(data[begin + offset :].tobytes())
