@@ -42,6 +42,7 @@ _RUNS = 2  # the first of a process searches settings, and is not what the other
 _TOLERANCE = {torch.bfloat16: 0.05}
 _TOLERANCE_ELSE = 0.02  # kernels for float32 may multiply in TF32
 _TIMES_AS_FAR = 4.0
+_DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # full, or of no more use in this process
 _INPUTS = ("hidden_states", "query", "key", "value", "g", "beta")  # of the two functions, by their parameters' names
 
 
@@ -59,6 +60,7 @@ def keep_working_kernels(model: nn.Module, *, device: torch.device, dtype: torch
     Raises:
         ConfigError: a model that was loaded with `use_kernels`: which kernels those are changes when it is moved or
             its mode is, so a trial would be of others than the ones that train.
+        torch.OutOfMemoryError, torch.AcceleratorError: the device is full, or of no more use in this process.
     """
     base: Any = causal_model(model)
     layers = {type(m).__module__: m for m in base.modules() if type(m).__name__ in deltanet.LAYER_CLASSES.values()}
@@ -85,6 +87,8 @@ def _try_kernels(module: Any, kernels: Mapping[str, Callable[..., Any]], trial: 
         with _functions(module, own):
             exact = trial.run(module, exactly=True)
             noise = trial.run(module)
+    except _DEVICE_ERRORS:
+        raise
     except RuntimeError as error:  # then there is nothing to compare with, nor to use instead
         logger.warning("The kernels for gated DeltaNet were not tried: PyTorch's code raises %r.", error)
         return
@@ -108,14 +112,10 @@ def _try_kernels(module: Any, kernels: Mapping[str, Callable[..., Any]], trial: 
 
 
 def _trouble(module: Any, trial: _Trial, exact: dict[str, Tensor], noise: dict[str, Tensor]) -> str | None:
-    """What is wrong with the kernel that the module has now, in words.
-
-    Raises:
-        torch.OutOfMemoryError, torch.AcceleratorError: the device is full, or of no more use in this process.
-    """
+    """What is wrong with the kernel that the module has now, in words."""
     try:
         troubles = [_difference(trial.run(module), exact, noise, trial.tolerance) for _ in range(_RUNS)]
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except _DEVICE_ERRORS:
         raise
     except Exception as error:  # whatever a library raises that does not fit the device
         return f"{type(error).__name__}: {str(error).strip()[:400] or 'no message'}"

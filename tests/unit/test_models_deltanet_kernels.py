@@ -278,14 +278,17 @@ def test_f129_what_failed_for_one_dtype_is_tried_again_for_another(kernels):
         assert deltanet.uses_kernel(getattr(module, RULE)) is works
 
 
+@pytest.mark.parametrize("where", ["kernel", "PyTorch's code"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
-def test_f129_a_full_or_broken_device_is_no_fault_of_the_kernel(error, kernels):
+def test_f129_a_full_or_broken_device_is_no_fault_of_the_kernel(error, where, kernels, monkeypatch):
     model = ready()
 
     def fails(tensors, options, call):
         raise error("CUDA error")
 
-    module = kernels(model, RULE, delta_rule(model, fails))
+    module = kernels(model, RULE, delta_rule(model, fails if where == "kernel" else None))
+    if where != "kernel":
+        monkeypatch.setattr(deltanet, "transformers_own", lambda function: lambda *args, **kwargs: fails(*[None] * 3))
     with pytest.raises(error):
         keep_working_kernels(model, device=CPU, dtype=torch.float32)
     assert deltanet.uses_kernel(getattr(module, RULE))
