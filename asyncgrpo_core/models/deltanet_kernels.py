@@ -103,8 +103,8 @@ def _try_kernels(module: Any, kernels: Mapping[str, Callable[..., Any]], trial: 
             continue
         deltanet.set_function(module, name, own[name], instead_of=kernel)
         logger.warning(
-            "The kernel that transformers chose for %s cannot be used on %s; its PyTorch code computes instead, which is "
-            "right but slower (many times for the delta rule). %s",
+            "The kernel that transformers chose for %s cannot be used on %s; its PyTorch code computes instead, which "
+            "is right but slower (many times for the delta rule). %s",
             name,
             trial.device,
             trouble,
